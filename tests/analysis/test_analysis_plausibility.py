@@ -2,7 +2,6 @@
 silence.
 """
 
-import numpy as np
 import pytest
 from test_measure import ARGUMENTS, log
 
@@ -40,17 +39,6 @@ CASES = {
 def test_rate_and_memory_are_held_against_shape_and_card(name):
     rules, columns = CASES[name]
     assert [problem.rule for problem in measured(**columns).log.problems] == rules
-
-
-def test_tokens_and_flops_of_a_curriculum_are_those_of_its_sequence_length():
-    """`actual seqlen` 64 of 2048: the tokens are 32 times fewer than the arguments give."""
-    short, whole = (measured(seq_length=length) for length in (64.0, 2048.0))
-    assert whole.tokens_per_s == 16 * 2048 / 2.0 and short.tokens_per_s == whole.tokens_per_s / 32
-    assert short.flops_per_s["size_factor"] == pytest.approx(
-        whole.flops_per_s["size_factor"] / 32, rel=0.02
-    )
-    grown = measured(seq_length=np.repeat([64.0, 2048.0], 10))
-    assert grown.tokens_per_s == whole.tokens_per_s, "the full length counts where it was reached"
 
 
 def test_a_run_whose_numbers_contradict_each_other_teaches_the_planner_nothing():

@@ -1,27 +1,20 @@
 """Runs as rows: `logs table` and `logs parse`, a folder or many files, as text, CSV, HTML and JSON."""
 
 import csv
-import gzip
 import io
 import json
 import os
-from pathlib import Path
 
-import numpy as np
 import pytest
 from support import small_plan
 from test_collect import DUMP, MEMORY
-from test_log_dialects import m2021, m2022
+from test_log_dialects import m2021
 from test_run import log_text
 
 from trilane.analysis.collect import read_folder
 from trilane.analysis.tables import COLUMNS, markdown
 from trilane.cli.app import main
-from trilane.logs.run import read_logs
 
-RAW = Path(
-    os.environ.get("TRILANE_PUBLIC_LOGS", "/nonexistent")
-)  # of other people, and not kept here
 MORE = "".join(
     f"  {name} {'.' * (48 - len(name))} {value}\n"
     for name, value in (
@@ -84,28 +77,6 @@ def test_each_run_is_a_row_in_the_words_of_the_chronicles(folder, capsys):
     assert errors.startswith("trilane: left out: log=") and "notes.txt" in errors
 
 
-def test_csv_html_and_json_hold_the_same(folder, capsys):
-    rows = list(csv.DictReader(io.StringIO(outcome(capsys, "logs", "table", folder, "--csv")[1])))
-    names = [row["Notes"] + " dated" * bool(row["Date"]) for row in rows]
-    assert names == [
-        "a.out",
-        "b.log, OOM",
-        "study/runs/small dated",
-    ]  # others may be copies, of another day
-    report = json.loads(outcome(capsys, "logs", "table", folder, "--json")[1])
-    first, second, ours = report["rows"]
-    assert (first["sec_per_it"], first["gpus"], second["sec_per_it"], second["status"]) == (
-        2.0,
-        8,
-        None,
-        "OOM",
-    )
-    assert ours["tflops"] == pytest.approx(
-        small_plan().shape.flops_per_iteration(4) / 0.208 / 2 / 1e12, rel=0.01
-    )
-    assert len(report["left_out"]) == 1
-
-
 def test_text_of_a_log_is_no_markup(folder):
     hostile = {**read_folder(folder)[0][0], "name": "a<b\nc|d", "notes": "a<b\nc|d", "cause": "a<b"}
     hostile["problems"] = ["<b>|\x1b[2J"]
@@ -157,48 +128,6 @@ def fleet(tmp_path):
     )
     (tmp_path / "wrong.log").write_text(DUMP + MORE + wrong)
     return tmp_path
-
-
-@pytest.mark.parametrize(
-    ("sort", "names"),
-    [
-        (
-            ["--sort", "speed"],
-            ["fast.log", "wrong.log", "deep/slow.out", "plain.err", "plain.err run 2"],
-        ),
-        (
-            ["--sort", "problems"],
-            ["wrong.log", "deep/slow.out", "fast.log", "plain.err", "plain.err run 2"],
-        ),
-        ([], ["deep/slow.out", "fast.log", "plain.err", "plain.err run 2", "wrong.log"]),
-    ],
-)
-def test_a_fleet_is_sorted_by_any_column_and_what_has_no_value_is_last(fleet, capsys, sort, names):
-    code, text, _ = outcome(capsys, "logs", "table", fleet, *sort, "--json")
-    assert (code, [row["name"] for row in json.loads(text)["rows"]]) == (0, names)
-
-
-def test_csv_holds_every_number_of_every_log(tmp_path, capsys):
-    """What a log does not print is empty; whole numbers stay whole."""
-    texts = [m2022(1) + m2022(2), m2021(1) + m2021(2) + m2021(1)]
-    for number, text in enumerate(texts):
-        (tmp_path / f"{number}.log").write_text(text)
-    (tmp_path / "3.log.gz").write_bytes(gzip.compress(m2021(7).encode()))
-    logs = sorted(tmp_path.glob("*.log*"))
-    outcome(capsys, "logs", "parse", *logs, "--csv", tmp_path / "all.csv")
-    rows = list(csv.DictReader((tmp_path / "all.csv").open()))
-    for name in logs:
-        for number, log in enumerate(read_logs(name), 1):
-            mine = [row for row in rows if (row["file"], row["run"]) == (str(name), str(number))]
-            for column in log.iterations:
-                np.testing.assert_array_equal(
-                    [float(row[column]) for row in mine], log.iterations[column]
-                )
-    assert (
-        len(rows) == 6
-        and rows[-1]["consumed_tokens"] == ""
-        and rows[-1]["consumed_samples"] == "28"
-    )
 
 
 def test_no_cell_of_a_csv_file_is_a_formula_and_numbers_stay_numbers(tmp_path, monkeypatch, capsys):

@@ -4,7 +4,6 @@ everywhere the same.
 
 import json
 import re
-import shutil
 from dataclasses import replace
 
 import pandas as pd
@@ -16,7 +15,7 @@ from trilane.analysis import benchmark
 from trilane.analysis.collect import measure_path, measure_runs, read_folder
 from trilane.analysis.compare import compare
 from trilane.analysis.measure import measure
-from trilane.analysis.recalibrate import case_of, recalibrate
+from trilane.analysis.recalibrate import case_of
 from trilane.cli.app import main
 from trilane.config.batch_rampup import Ramp
 from trilane.slurm import sites, study_runs
@@ -110,25 +109,6 @@ def test_a_notebook_shows_the_first_of_many_runs_failed_ones_first(tmp_path):
     assert len(str(runs)) < 30, "no text of a thousand rows lies in the notebook"
 
 
-def test_the_finding_tells_whether_trainings_have_one_loss_and_why_nothing_is_predicted(tmp_path):
-    for name, shift in (("a", 0.0), ("b", 4e-4)):
-        log(
-            tmp_path,
-            f"{name}.log",
-            DUMP + "".join(m2021(i, loss=7.5 - i / 10 + shift) for i in range(1, 11)),
-        )
-    runs = measure_runs(Study("s"), str(tmp_path))
-    found = runs.finding(recalibrate(runs.runs))
-    assert (
-        "2 of 2 runs completed" in found
-        and "agree within 0.0004 nats" in found
-        and "no cluster is given" in found
-    )
-    log(tmp_path, "c.log", DUMP + "".join(m2021(i, loss=2.0) for i in range(1, 11)))
-    runs = measure_runs(Study("s"), str(tmp_path))
-    assert "differ by up to 5 nats" in runs.finding(recalibrate(runs.runs))
-
-
 RAMP = Ramp(start=2, increment=2, samples=30)
 LINE = (
     " iteration {:8d}/{:8d} | elapsed time per iteration (ms): {:.1f} | global batch size: {:5d} | lm loss: {:.6E} | "
@@ -194,10 +174,3 @@ def test_a_ramp_is_measured_at_its_full_batch_and_everywhere_alike(folder, capsy
 
     assert compare([m], measure_path(folder)).change == 0
     assert case_of(m).topology.gbs == 4
-
-
-def test_runs_of_two_studies_that_have_one_label_are_shown_apart(folder):
-    """A study next to another is a glob over both."""
-    shutil.copytree(folder.parents[1], folder.parents[1].with_name("other"))
-    both = measure_runs(Study.open("both"), str(folder.parents[2] / "*/runs/*"))
-    assert len({m.name for m in both.runs}) == len(both.runs) == len(both.curves()) == 2

@@ -53,22 +53,6 @@ def test_the_warm_up_does_not_count_but_at_most_half_of_the_lines_are_warm_up():
     assert counted(log(1)) == [1]
 
 
-def test_what_is_left_out_is_reported_with_its_reason():
-    skipped = np.zeros(20)
-    skipped[9] = 1
-    batch = np.full(20, 32)
-    batch[:8] = [16, 16, 16, 16, 16, 16, 24, 24]
-    seconds = np.full(20, 2.0)
-    seconds[19] = math.nan
-    arguments = {"eval_interval": 12, "save_interval": 15}
-    this = log(sec_per_it=seconds, skipped=skipped, global_batch_size=batch, arguments=arguments)
-    assert counted(this) == [9, 11, 12, 14, 15, 17, 18, 19]
-    assert steady_state(this).sentence == (
-        "left out: 20 (no time printed); 1-5 (warm-up); 10 (skipped); 6-8 (batch size 16, 24, not 32); "
-        "13 (after an evaluation); 16 (after a checkpoint)"
-    )
-
-
 @pytest.mark.parametrize(
     ("batch", "left"),
     [
@@ -137,29 +121,6 @@ def test_utilization_is_against_the_card_of_the_log_and_recomputation_counts_onl
     assert (selective["hfu"] - selective["mfu"]) * 2 * 8 * 125e12 == pytest.approx(core)
 
 
-@pytest.mark.parametrize(
-    ("given", "named"),
-    [
-        ({"num_experts": "[64]"}, "num_experts=[64]"),
-        ({"window_size": "(4096, 0)"}, "window_size=(4096, 0)"),
-        (
-            {
-                "num_experts": "[1]",
-                "num_query_groups": 16,
-                "ffn_hidden_size": 8192,
-                "kv_channels": 128,
-            },
-            "",
-        ),
-    ],
-)
-def test_a_model_that_is_no_dense_decoder_has_no_tflops_by_shape_but_those_it_prints(given, named):
-    m = measure_log(log(arguments={**ARGUMENTS, **given}, flops_per_s_per_gpu=2e14))
-    assert m.flops_per_s["printed"] == 2e14 and m.tokens_per_s == 16 * 2048 / 2
-    assert (len(m.flops_per_s), m.config.shape is None) == ((1, True) if named else (5, False))
-    assert m.config.note == (f"no TFLOPs by shape: {named} is no dense decoder's" if named else "")
-
-
 LLAMA = {
     "group_query_attention": True,
     "num_query_groups": 4,
@@ -171,35 +132,6 @@ LLAMA |= {
     "position_embedding_type": "rope",
     "untie_embeddings_and_output_weights": True,
 }
-KINDS = [
-    (
-        {**LLAMA, "add_bias_linear": False},
-        "4 key-value heads, swiglu 5632, rmsnorm, rotary, biases none, untied",
-    ),
-    (
-        {**LLAMA, "disable_bias_linear": True, "add_qkv_bias": True},
-        "4 key-value heads, swiglu 5632, rmsnorm, rotary, biases qkv, untied",
-    ),
-    ({"squared_relu": True, "use_rotary_position_embeddings": True}, "squared-relu 8192, rotary"),
-    ({"ffn_hidden_size": 6144}, "gelu 6144"),
-    (
-        {
-            "position_embedding_type": "PositionEmbeddingType.alibi",
-            "embed_layernorm": True,
-            "glu_activation": "geglu",
-        },
-        "geglu 8192, alibi, embedding norm",
-    ),
-    ({"norm": "rmsnorm", "pos_emb": "rotary", "no_weight_tying": True}, "rmsnorm, rotary, untied"),
-    ({}, ""),
-]
-
-
-@pytest.mark.parametrize(("given", "kind"), KINDS)
-def test_a_log_that_prints_its_kind_of_decoder_has_that_shape(given, kind):
-    """Megatron's dump and trace, BigScience's fork, GPT-NeoX; what is not printed is as in GPT-2."""
-    m = measure_log(log(arguments={**ARGUMENTS, **given}))
-    assert m.config.shape.kind == kind and m.config.note == ""
 
 
 def test_the_flops_of_a_gate_and_of_shared_keys_are_counted_as_megatron_does():
@@ -233,24 +165,6 @@ def test_timers_become_phases_once_each():
         dict(optimizer=0.1, data_parallel=0.2, forward=0.3, backward=0.5)
     )
     assert phases(log(1)) == {}
-
-
-def test_the_spread_is_half_of_what_lies_between_the_quartiles_relative_to_the_median():
-    assert measure_log(log(21, sec_per_it=np.arange(100.0, 121))).spread == pytest.approx(
-        (116.25 - 108.75) / 2 / 112.5
-    )
-
-
-def test_printed_rates_are_the_median_of_all_lines_but_the_first_where_there_are_others():
-    for rates, middle in (([9.0, 2.0, 3.0, 4.0], 3.0), ([9.0, math.nan], 9.0), ([9.0], 9.0)):
-        assert flops.printed_rates(log(len(rates), flops_per_s_per_gpu=np.array(rates))) == {
-            "printed": middle
-        }
-    assert (
-        flops.printed_rates(log(2, flops_per_s_per_gpu=math.nan))
-        == flops.printed_rates(log(2))
-        == {}
-    )
 
 
 def test_a_log_without_times_has_them_by_its_rate_or_by_its_runtime():
@@ -303,12 +217,3 @@ def test_logs_are_sorted_into_trainings():
     assert [[this.source.name for this in t] for t in found] == [["a", "c"], ["b"], ["d"]]
     with pytest.raises(ValueError, match=r"^logs=empty: hold no iteration"):
         loss_curve.join([log(0, name="empty")])
-
-
-def test_tokens_that_a_log_prints_count_where_its_batch_is_not_known():
-    """nanotron, MaxText: the warm-up is left out; of each GPU, times the GPUs where they are known."""
-    printed = np.where(np.arange(20) < 5, 1.0, 5e4)
-    assert measure_log(log(20, tokens_per_second=printed)).tokens_per_s == 5e4
-    of_gpu = {"tokens_per_gpu_per_second": printed}
-    assert measure_log(log(20, {"world_size": 8}, **of_gpu)).tokens_per_s == 4e5
-    assert math.isnan(measure_log(log(20, **of_gpu)).tokens_per_s)

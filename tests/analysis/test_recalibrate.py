@@ -9,7 +9,7 @@ import numpy as np
 import pandas as pd
 import pytest
 from support import small_plan
-from test_calibration import A100, CASES, SHAPE
+from test_calibration import A100
 from test_collect import DUMP
 from test_log_dialects import m2021
 from test_measure import log
@@ -69,22 +69,6 @@ def test_eight_rows_of_a_table_lower_the_error_on_the_campaigns_others_and_the_i
     assert 0.85 <= np.mean(inside) <= 0.95, "90 % intervals"
 
 
-def test_measured_csv_is_read_back_as_the_cases_that_ran(tmp_path):
-    plans = [small_plan("a", dp=2), small_plan("b", tp=2, pp=2)]
-    seconds = [round(1.5 * predict(plan).sec_per_it, 9) for plan in plans]
-    runs = [
-        measure_log(log(sec_per_it=s), plan, name=plan.label)
-        for s, plan in zip(seconds, plans, strict=True)
-    ]
-    recalibration = recalibrate.recalibrate(runs)
-    recalibration.measured_rows().to_csv(tmp_path / "measured.csv", index=False)
-    cluster = tmp_path / "local.json"
-    cluster.write_text(json.dumps(dataclasses.asdict(plans[0].cluster)))
-    rows, skipped = read_rows(tmp_path / "measured.csv", str(cluster))
-    assert not skipped and [r.case for r in rows] == list(recalibration.cases)
-    assert [(r.row_id, r.seconds) for r in rows] == [("a", seconds[0]), ("b", seconds[1])]
-
-
 def test_a_lesson_brings_predictions_nearer_and_reports_their_uncertainty(tmp_path, outputs):
     plans = [small_plan("a"), small_plan("b", dp=2), small_plan("c", tp=2)]
     blank = [recalibrate.case_of(measure_log(log(), p)) for p in plans]
@@ -135,33 +119,6 @@ def test_a_folder_of_anybodys_logs_is_gathered(tmp_path, outputs):
     ):
         with pytest.raises(ValueError, match=message):
             collect.measure_runs(Study.open("s"), logs, 5)
-
-
-def test_a_foreign_log_becomes_a_case_where_its_cluster_is_named():
-    arguments = {
-        **dict(
-            num_layers=72,
-            hidden_size=14336,
-            num_attention_heads=64,
-            seq_length=2048,
-            padded_vocab_size=250880,
-        ),
-        **dict(
-            world_size=384,
-            tensor_model_parallel_size=8,
-            pipeline_model_parallel_size=12,
-            micro_batch_size=1,
-        ),
-        **dict(global_batch_size=2048, bf16=True, recompute_granularity="full", zero_stage=1),
-    }
-    m = measure_log(log(arguments=arguments, sec_per_it=100.0))
-    case = recalibrate.case_of(m, A100)
-    assert case.shape == SHAPE and case.topology == CASES[0].topology
-    assert recalibrate.case_of(m) is None
-    assert (
-        recalibrate.case_of(measure_log(log(arguments={**arguments, "num_layers": 71})), A100)
-        is None
-    )
 
 
 NAMES = (
@@ -332,25 +289,6 @@ def test_rows_that_cannot_calibrate_are_refused_in_one_line(name, tmp_path, caps
         and message in err
         and not Path("own.json").exists()
     )
-
-
-def test_rows_of_a_file_that_do_not_count_are_named_with_the_reason_and_a_frame_with_one_is_refused(
-    tmp_path,
-):
-    rows = ten_rows()
-    rows.loc[rows.index[0], "engine"], rows.loc[rows.index[1], "mbs"] = "oneflow", None
-    rows = pd.concat([rows, rows[-1:].assign(row_id="twin")]).assign(kv_head=8)
-    rows.to_csv(tmp_path / "rows.csv", index=False)
-    with pytest.raises(ValueError, match="rows=lu-0005: mbs='': is missing"):
-        fit(rows, A100)
-    found = fit(tmp_path / "rows.csv", A100)
-    assert found.ignored == ("column=kv_head: is not known and not read; did you mean kv_heads?",)
-    assert [(row.row_id, row.reason) for row in found.left_out] == [
-        ("lu-0005", "mbs='': is missing"),
-        ("lu-0004", "is of oneflow; most are of megatron-deepspeed-2024"),
-        ("twin", f"repeats {rows['row_id'].iloc[-2]} to its last digit"),
-    ]
-    assert len(found.rows) == 8 and not found.fitted.stack
 
 
 def test_rows_that_teach_nothing_leave_the_constants_as_they_are(tmp_path, capsys, monkeypatch):

@@ -4,8 +4,6 @@ not.
 
 import json
 import math
-import os
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,10 +13,6 @@ from test_measure import log
 from trilane.analysis import spikes
 from trilane.analysis.loss_curve import join
 from trilane.cli.app import main
-
-RAW = Path(
-    os.environ.get("TRILANE_PUBLIC_LOGS", "/nonexistent")
-)  # of other people, and not kept here
 
 
 def course(n):
@@ -104,14 +98,6 @@ def test_a_rise_over_hundreds_of_iterations_is_found_with_its_peak_and_its_end(s
     )
     assert event.peak / event.level == pytest.approx(size, rel=0.1)
     assert event.recovered is not None and abs(event.recovered - 2001 - 3 * rise) < 0.75 * rise
-
-
-def test_a_gradient_norm_spikes_on_its_own():
-    norm = 0.3 * np.exp(0.15 * np.random.default_rng(0).standard_normal(3000))
-    norm[1500] = 8.0
-    (event,) = found(noisy(3000, 0.01), norm)
-    assert (event.kind, event.iteration, round(event.peak, 6)) == ("grad norm spike", 1501, 8.0)
-    assert "x 2" in event.sentence and event.sentence.endswith("back at 1502 after 1 iterations")
 
 
 def test_a_loss_that_rises_and_stays_is_a_divergence():

@@ -1,17 +1,9 @@
 """What a model and a cluster ask of a topology: each rule at its edge."""
 
-import itertools
-from collections import Counter
-from dataclasses import replace
-
 import pytest
-from recorded import compare
-from support import small_cluster
 
 from trilane.config.cluster import cluster
-from trilane.config.engines import ENGINES, default_topology, label_of, unsupported_reason
 from trilane.config.model import parse_shape
-from trilane.config.options import changed
 from trilane.config.parallelism import Topology, invalid_reason
 
 A100 = cluster("jz-a100-80g")  # 52 nodes of 8
@@ -61,14 +53,6 @@ def test_three_groups_of_a_node_of_8_lie_across_two_nodes() -> None:
     assert invalid_reason(shape, one_node, A100) is None
 
 
-SIZES = {
-    "tp": (2, 3, 4, 16),
-    "pp": (2, 3, 6),
-    "dp": (2, 3, 8),
-    "cp": (2, 3, 8),
-    "mbs": (2, 3),
-    "gbs": (4, 6, 96),
-}
 WORDS = {
     "zero": (1, 2, 3),
     "recompute": ("selective", "full", "operators", "block"),
@@ -95,39 +79,3 @@ WORDS |= {
     "partition": (EMBED,),
     "adam": ("torch",),
 }
-SHAPES = (
-    SHAPE,
-    replace(SHAPE, num_key_value_heads=4, positions="rotary"),
-    parse_shape("26,1032,129,1000,50305"),
-)
-
-
-def test_every_pair_of_choices_is_allowed_or_refused_as_it_was_recorded() -> None:
-    """How many pairs each rule refuses, and how often a word is in the label of those that no rule
-    does.
-    """
-    choices, found = (
-        [(name, v) for name, values in (SIZES | WORDS).items() for v in values],
-        Counter[str](),
-    )
-    for (a, x), (b, y) in itertools.combinations(choices, 2):
-        for number, shape in enumerate(SHAPES if a != b else ()):
-            try:
-                t = Topology(**{"dp": 2, "gbs": 96, a: x, b: y})
-                reasons = [
-                    invalid_reason(shape, t, A100),
-                    *(unsupported_reason(e, shape, t) for e in ENGINES),
-                ]
-            except ValueError as error:
-                reasons = [str(error)]
-            found.update(f"{number}: {reason}" for reason in reasons if reason)
-            if not any(reasons[:1]):
-                found.update(
-                    f"{number}: {word}"
-                    for e in ENGINES
-                    for word in label_of(shape, A100, t, e).split("-")
-                )
-    machines = (A100, cluster("jz-v100-32g"), small_cluster())
-    for engine, machine, shape in itertools.product(ENGINES, machines, SHAPES):
-        found[f"{engine}, {machine.name}: {changed(default_topology(shape, machine, engine))}"] += 1
-    compare("pairs", {"pairs": dict(sorted(found.items()))})

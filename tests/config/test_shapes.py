@@ -10,7 +10,7 @@ import pytest
 
 from trilane.cli.app import main
 from trilane.config.model import ModelShape, parse_shape
-from trilane.config.shapes import configs, family_of, read_shape, shape_of_config
+from trilane.config.shapes import configs, family_of, shape_of_config
 
 # Sizes of config.json as published on huggingface.co.
 LLAMA = {
@@ -142,47 +142,10 @@ def test_what_decides_the_function_besides_the_sizes_is_read() -> None:
     assert [*found, shape_of_config(BLOOM).shape.activation] == ["gelu-tanh", "gelu", "gelu-tanh"]
 
 
-def test_angles_of_rotary_positions_that_a_shape_does_not_hold_are_a_note() -> None:
-    scaled = shape_of_config(
-        LLAMA3 | {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, 8192
-    )
-    assert scaled.notes == ("rope_type=llama3: a shape has angles as they are",)
-    assert (
-        shape_of_config(
-            LLAMA3 | {"rope_parameters": {"rope_theta": 5e5, "rope_type": "default"}}, 8192
-        ).notes
-        == ()
-    )
-
-
 def _file(folder: Path, values: object) -> str:
     path = folder / "config.json"
     path.write_text(json.dumps(values))
     return str(path)
-
-
-def test_a_vocabulary_is_padded_where_nobody_padded_it(tmp_path: Path) -> None:
-    """Five numbers and a config.json count tokens; a shape's or a plan's own file has rows."""
-    assert read_shape("12,768,12,1024,50257").shape.vocab_size == 50304
-    assert read_shape("12,768,12,1024,50257", tp=3).shape.vocab_size == 50304, (
-        "16768 rows for each of 3"
-    )
-    assert read_shape("12,768,12,1024,50257", tp=5).shape.vocab_size == 50560, (
-        "a multiple of 5 x 128"
-    )
-    assert read_shape("12,768,12,1024,50304").notes == ()
-    _file(tmp_path, GPT2)
-    given = read_shape(str(tmp_path), seq_length=512)
-    assert (given.shape.vocab_size, given.shape.seq_length) == (50304, 512)
-    assert given.notes == ("vocab_size=50257: padded to 50304, a multiple of 128",)
-    own = {
-        "num_layers": 2,
-        "hidden_size": 64,
-        "num_attention_heads": 4,
-        "seq_length": 32,
-        "vocab_size": 257,
-    }
-    assert read_shape(_file(tmp_path, own)).shape.vocab_size == 257
 
 
 BAD = [

@@ -4,7 +4,6 @@ tests/answers/.
 
 import csv
 import json
-import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,8 +16,6 @@ from trilane.config.model import parse_shape
 from trilane.costmodel.backtest import backtest
 from trilane.costmodel.calibration import to_json
 from trilane.costmodel.measured_rows import (
-    cells_of,
-    every_row,
     ignored_words,
     read_rows,
     shipped_rows,
@@ -122,41 +119,6 @@ def test_a_column_has_the_name_of_a_field_and_what_is_open_is_as_in_plan_show(tm
         shape,
         topology,
         "fsdp",
-    )
-
-
-def test_a_configuration_written_as_cells_is_read_as_itself(tmp_path):
-    for row in every_row()[::40]:
-        as_measured = replace(row, row_id="x", seconds=1.5, memory_bytes=math.nan)
-        cells = {k: "" if v is None else v for k, v in cells_of(as_measured).items()}
-        path = written(tmp_path, f"{','.join(cells)}\n{','.join(map(str, cells.values()))}\n")
-        assert [r.case for r in read_rows(path)[0]] == [row.case] and not ignored_words(path)
-
-
-@pytest.mark.parametrize(
-    ("columns", "cells", "reason"),
-    [
-        ("tied_embeddings", "perhaps", "tied_embeddings=perhaps: must be 1 or 0"),
-        ("attention", "quick", "attention=quick: known: "),
-        ("ep", "8", "ep=8: mixtures of experts are not predicted"),
-        ("cp", "2", "gpus=8: unlike tp x cp x pp x dp = 1 x 2 x 1 x 8 = 16"),
-        ("interleaving", "2", "interleaving=2: needs pp > 1"),
-    ],
-)
-def test_a_shape_that_contradicts_itself_is_skipped_and_named(tmp_path, columns, cells, reason):
-    rows, skipped = read_rows(written(tmp_path, f"{HEADER},{columns}\n{LLAMA},{cells}\n"))
-    assert not rows and [s.reason[: len(reason)] for s in skipped] == [reason]
-
-
-def test_an_unknown_column_or_stack_is_named(tmp_path, capsys):
-    path = written(tmp_path, f"{HEADER},kv_head,colour\x1b[2J,engine\n{LLAMA},8,red,moonlight\n")
-    assert main(["plan", "backtest", str(path)]) == 0
-    printed = capsys.readouterr().err
-    assert "\x1b" not in printed
-    assert "ignored column=kv_head: is not known and not read; did you mean kv_heads?" in printed
-    assert (
-        "column=colour" in printed
-        and "engine=moonlight: no stack of that name was measured" in printed
     )
 
 

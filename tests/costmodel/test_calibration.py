@@ -16,7 +16,6 @@ from trilane.costmodel.calibration import Calibration, Configuration, Regime
 from trilane.costmodel.constants import BOUNDS
 from trilane.costmodel.fit import fit_time, posterior, refit
 from trilane.costmodel.iteration import iteration_time
-from trilane.costmodel.measured_rows import every_row, usable
 
 A100 = cluster("jz-a100-80g")
 SHAPE = parse_shape("72,14336,64,2048,250880")
@@ -94,14 +93,6 @@ def test_rows_narrow_what_is_known_of_a_constant_and_one_wild_row_is_not_the_mod
     assert calm < wild < 0.1
 
 
-def test_two_rows_that_agree_change_nothing_that_they_do_not_touch():
-    measured = [seconds(c, Calibration()) for c in CASES[:2]]
-    fitted = fit_time(CASES[:2], measured, Calibration())
-    assert all(
-        getattr(fitted, n) == pytest.approx(getattr(Calibration(), n), rel=0.02) for n in BOUNDS
-    )
-
-
 def test_a_regime_takes_the_blame_for_its_days_only():
     slow = Regime(
         name="slow", constants=("p2p", "network"), first_day="2026-01-02", last_day="2026-01-03"
@@ -156,22 +147,6 @@ def test_a_wrong_calibration_file_is_named(tmp_path, change, message):
         calibration.load(path)
 
 
-def test_rows_and_times_must_come_in_pairs():
-    with pytest.raises(ValueError, match="needs one measured time for each row"):
-        fit_time(CASES, [1.0], Calibration())
-    with pytest.raises(ValueError, match="above zero"):
-        fit_time(CASES[:1], [0.0], Calibration())
-
-
-def test_launches_that_do_not_block_take_less_time_than_those_of_the_a100_rows():
-    """Measured with CUDA_LAUNCH_BLOCKING=1: the chronicles' prequel has -6 % on 80 GPUs and nothing
-    on 160.
-    """
-    blocked, free = (shipped.default(cluster(name)) for name in ("jz-a100-80g", "dgx-h100"))
-    assert blocked.without_launch_blocking().launch_s < blocked.launch_s
-    assert free.without_launch_blocking() == free
-
-
 def test_a_software_stack_has_constants_of_its_own_on_a_cluster(tmp_path):
     """Those fitted there, those of a JSON file, or what its other clusters share; the cluster's own
     without a name.
@@ -187,35 +162,3 @@ def test_a_software_stack_has_constants_of_its_own_on_a_cluster(tmp_path):
     file = tmp_path / "own.json"
     file.write_text(json.dumps(calibration.to_json(core)))
     assert shipped.calibration_for(A100, str(file)) == core
-
-
-def test_a_card_after_the_h100_has_the_constants_of_an_unmeasured_h100_cluster():
-    """Not those of an A100: an H100's element-wise kernels and flash attention are further from
-    their peaks.
-    """
-    h200, a100 = cluster("h200"), cluster("a100-800gbps")
-    later = dataclasses.replace(h200.gpu, name="B200-180GB", compute_capability=(10, 0))
-    new = shipped.default(dataclasses.replace(h200, name="mine", gpu=later))
-    assert new == shipped.default(h200) != shipped.default(a100)
-    assert new.flash < shipped.default(a100).flash and new.passes > shipped.default(a100).passes
-
-
-def test_without_a_pipeline_nothing_waits_in_a_bubble():
-    case = dataclasses.replace(
-        CASES[0], topology=Topology(tp=8, dp=48, mbs=1, gbs=2064, precision="bf16")
-    )
-    assert iteration_time(case.shape, case.topology, A100, Calibration()).bubble == 0
-
-
-def test_a_row_far_out_informs_other_clusters_less_and_software_without_a_name_is_nobodys():
-    rows = [r for r in usable(every_row()) if r.file == "dgxc_nemotron_h100"][:5]
-    known = shipped.default(rows[0].case.cluster, rows[0].stack)
-    wild = [*rows[:-1], dataclasses.replace(rows[-1], seconds=10 * rows[-1].seconds)]
-    near, far = shipped.Fit.of(rows, known), shipped.Fit.of(wild, known)
-    assert (
-        far.trust[-1] < 0.1 < 0.4 < near.trust.min() and (far.trust[:-1] == near.trust[:-1]).all()
-    )
-    nameless = dataclasses.replace(near, stack="")
-    assert nameless.shares(near.cluster, "") == (True, True, False)
-    later = dataclasses.replace(near, stack="megatron-deepspeed-2024")
-    assert later.shares(cluster("jz-a100-80g"), "megatron-deepspeed") == (False, False, True)

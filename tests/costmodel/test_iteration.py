@@ -17,14 +17,10 @@ from trilane.costmodel.iteration import (
     IterationTime,
     data_parallel_seconds,
     iteration_time,
-    offload_seconds,
-    optimizer_seconds,
-    pressure,
     seconds_per_stage,
     stage_seconds,
 )
 from trilane.costmodel.layers import embedding_seconds, head_seconds, layer_time
-from trilane.costmodel.memory import memory_bytes
 
 A100 = cluster("jz-a100-80g")  # nodes of 8
 SLOW_NETWORK = replace(A100, network_bytes_per_s=A100.network_bytes_per_s / 10)
@@ -130,60 +126,6 @@ def test_sharding_more_is_never_faster_and_a_microbatch_twice_as_large_takes_at_
         assert twice <= 2 * once
 
 
-@pytest.mark.parametrize(
-    "plan", [{}, {"fp32_gradients": True}, {"fp32_gradients": True, "pp": 2}], ids=str
-)
-def test_sharding_is_no_faster_with_one_microbatch_either_where_everything_overlaps(
-    plan: dict,
-) -> None:
-    both = {"overlap_grad_reduce": True, "overlap_param_gather": True}
-    one = seconds(**plan, dp=64, gbs=64, zero=1, **both).data_parallel
-    assert one * (1 - 1e-9) <= seconds(**plan, dp=64, gbs=64, zero=3).data_parallel
-
-
-def test_what_is_sent_in_every_microbatch_hides_under_every_microbatch() -> None:
-    plan = {**BF16, "dp": 8, "gbs": 80, "zero": 2}
-    x, y = (columns_of(SHAPE, Topology(**plan, overlap_grad_reduce=o)) for o in (False, True))
-    plain, hidden = (
-        float(data_parallel_seconds(1e9, z, NOW, replace(K, exposed=0.5), 0.02)) for z in (x, y)
-    )
-    volume = 7 / 8 * 1e9 / (A100.node_bytes_per_s * K.node)
-    assert plain == pytest.approx(volume * (10 * 4 + 2)) and hidden == pytest.approx(
-        volume * (10 * 2 + 2)
-    )
-
-
-def test_inside_a_pipeline_weights_and_gradients_move_once_as_they_stay_whole() -> None:
-    """torchtitan reshards neither between microbatches of a pipeline; memory.model_states has both
-    whole.
-    """
-    for zero, volume in ((2, 4 + 2), (3, 2 + 2)):
-        x = columns_of(SHAPE, Topology(**BF16, dp=8, pp=2, gbs=80, zero=zero))
-        rate = A100.node_bytes_per_s * K.node
-        hides = replace(K, exposed=1.0)
-        assert float(data_parallel_seconds(1e9, x, NOW, hides)) == pytest.approx(
-            7 / 8 * 1e9 * max(volume, 6) / rate
-        )
-
-
-def test_a_stack_that_scatters_gradients_and_overlaps_pays_less() -> None:
-    plan = {**BF16, "dp": 8, "gbs": 8, "zero": 1}
-    x = columns_of(SHAPE, Topology(**plan))
-    plain, scattered = (
-        float(data_parallel_seconds(1e9, x, NOW, replace(K, reduce_scatter=r))) for r in (0.0, 1.0)
-    )
-    assert scattered == pytest.approx(plain * 4 / 6)
-    hides = columns_of(SHAPE, Topology(**plan, overlap_grad_reduce=True, overlap_param_gather=True))
-    hidden = replace(K, exposed=0.25)
-    assert float(data_parallel_seconds(1e9, hides, NOW, hidden, 1e3)) == pytest.approx(plain / 4)
-    assert float(data_parallel_seconds(1e9, hides, NOW, hidden, 0.0)) == pytest.approx(plain), (
-        "nothing to hide under"
-    )
-    assert float(data_parallel_seconds(1e9, x, NOW, hidden, 1e3)) == pytest.approx(plain), (
-        "nothing overlaps"
-    )
-
-
 def test_whole_activations_cost_as_often_as_there_are_tensor_parallel_ranks() -> None:
     """DLPerf, TP 8 on PP 4 with one 100 Gb/s card a node: 0.2 s for each microbatch of 151 MB."""
     slow = replace(A100, network_bytes_per_s=1e8)
@@ -191,16 +133,6 @@ def test_whole_activations_cost_as_often_as_there_are_tensor_parallel_ranks() ->
         seconds(slow, replace(K, whole_p2p=w), tp=8, pp=4, gbs=8).pipeline_p2p for w in (0.0, 1.0)
     )
     assert whole == pytest.approx(8 * parts, rel=0.02)
-
-
-def test_each_slot_of_the_pipelines_schedule_hands_on_once() -> None:
-    """1F1B has m + p - 1 slots (Narayanan et al. 2021, section 2.2): so often a slower handoff is
-    paid.
-    """
-    base, slow = (
-        seconds(constants=replace(K, handoff_s=h), pp=4, gbs=16).total for h in (1e-3, 3e-3)
-    )
-    assert slow - base == pytest.approx((16 + 4 - 1) * 2e-3 * K.pace, rel=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -219,76 +151,3 @@ def test_the_pace_is_that_of_the_slowest_of_the_stages(topology: dict) -> None:
     ]
     each = seconds_per_stage(SHAPE, t, A100, K)
     assert [float(s) for s in stage_seconds(x, *parts)] == pytest.approx([max(each), sum(each)])
-
-
-def test_of_an_offloaded_step_the_card_keeps_the_sixth_that_moves_its_own_copies() -> None:
-    """30 bytes a parameter of Adam itself, 6 of clipping and the copy back."""
-    here, away = (
-        float(
-            optimizer_seconds(1e9, columns_of(SHAPE, Topology(**BF16, zero=1, offload=o)), A100, K)
-        )
-        for o in ("none", "optimizer")
-    )
-    assert away == pytest.approx(here / 6)
-
-
-def test_adam_works_on_the_share_of_its_group_of_shards() -> None:
-    """30 of 36 bytes a parameter are shared out: among 8 of 64 ranks an eighth, not a 64th."""
-    whole, hybrid = (
-        float(
-            optimizer_seconds(
-                1e9, columns_of(SHAPE, Topology(**BF16, dp=64, gbs=64, zero=3, shards=n)), A100, K
-            )
-        )
-        for n in (0, 8)
-    )
-    assert hybrid / whole == pytest.approx((30 / 8 + 6) / (30 / 64 + 6))
-
-
-def test_the_replicas_of_a_node_share_its_network_between_stages() -> None:
-    """Eight replicas with a stage each on a node send at once; one replica has the network to
-    itself.
-    """
-    bytes_only = replace(K, handoff_s=1e-6)
-    slow = replace(NOW, network_bytes_per_s=1e9)
-    alone, eight = (seconds(slow, bytes_only, pp=24, dp=d, gbs=24 * d).pipeline_p2p for d in (1, 8))
-    assert eight == pytest.approx(8 * alone, rel=0.01)
-
-
-def test_adam_on_the_host_shares_the_nodes_memory_bandwidth() -> None:
-    """28 bytes a parameter at 100 GB/s a node (Ren et al. 2021), and 2 + 2 bytes over PCIe."""
-    x = columns_of(SHAPE, Topology(**BF16, zero=1, offload="optimizer"))
-    pcie = 4 / (A100.pcie_bytes_per_s * K.p2p)
-    assert float(offload_seconds(1e9, x, A100, K)) == pytest.approx(1e9 * (8 * 28 / 100e9 + pcie))
-
-
-def test_a_single_gpu_or_fp32_sums_have_no_transient_buffers_to_be_short_of() -> None:
-    full = replace(A100, gpu=replace(A100.gpu, memory_bytes=1e9))
-    for plan, factor in (
-        ({"dp": 2}, 1 + K.pressure),
-        ({}, 1),
-        ({"dp": 2, "fp32_gradients": True}, 1),
-    ):
-        x = columns_of(SHAPE, Topology(**BF16, **plan, gbs=2))
-        assert float(pressure(x, full, K)) == pytest.approx(factor)
-
-
-def test_a_card_is_slow_from_three_quarters_full_and_slowest_at_ninety_five_hundredths() -> None:
-    x = columns_of(SHAPE, Topology(**BF16, dp=2, gbs=2, zero=1))
-    need = float(memory_bytes(x, replace(A100, gpu=replace(A100.gpu, memory_bytes=1.0))))
-    cards = [
-        replace(A100, gpu=replace(A100.gpu, memory_bytes=need * more))
-        for more in (3, 1.5, 1.3, 1.2, 1.1, 1.02, 0.9)
-    ]
-    filled = [float(memory_bytes(x, card)) / card.gpu.memory_bytes for card in cards]
-    factors = [float(pressure(x, card, K)) for card in cards]
-    assert (
-        factors == sorted(factors) and filled[1] < 0.75 < filled[2] and filled[4] < 0.95 < filled[5]
-    )
-    for share, factor in zip(filled, factors, strict=True):
-        if share < 0.75:
-            assert factor == 1
-        elif share > 0.95:
-            assert factor == pytest.approx(1 + K.pressure)
-        else:
-            assert 1 < factor < 1 + K.pressure

@@ -10,14 +10,11 @@ from trilane.config.parallelism import Topology
 from trilane.costmodel.columns import Columns, columns_of
 from trilane.costmodel.constants import Constants
 from trilane.costmodel.layers import (
-    accumulation_seconds,
     all_reduce_seconds,
     attention_seconds,
     elementwise_seconds,
     flash_seconds,
-    head_seconds,
     layer_time,
-    ring_seconds,
 )
 
 A100 = cluster("jz-a100-80g")
@@ -52,18 +49,6 @@ def test_an_all_reduce_waits_once_for_each_step_of_the_ring() -> None:
     assert slow - base == pytest.approx(3e-3)
     skewed = float(all_reduce_seconds(columns(tp=8), IDEAL, replace(NO_WAITS, skew_s=5e-3)))
     assert skewed - float(all_reduce_seconds(columns(tp=8), IDEAL, NO_WAITS)) == pytest.approx(5e-3)
-
-
-@pytest.mark.parametrize(("tp", "share"), [(16, 1), (32, 1), (12, 0.5)])
-def test_a_tensor_parallel_group_that_fills_nodes_has_their_whole_network(
-    tp: int, share: float
-) -> None:
-    """DLPerf's rows of TP 16 and 32 on nodes with one 100 Gb/s card reach 60 % of it; a group of 12
-    shares a node.
-    """
-    wide, x = replace(IDEAL, network_bytes_per_s=50e9), replace(columns(), tp=tp)
-    moved = 2 * (tp - 1) / tp * 2048 * 2048 * 2
-    assert float(all_reduce_seconds(x, wide, NO_WAITS)) == pytest.approx(moved / (share * 50e9))
 
 
 @pytest.mark.parametrize(("host_s", "waits"), [(0.0, False), (1e-9, False), (1.0, True)])
@@ -127,71 +112,3 @@ def test_a_flash_kernel_does_half_of_the_products_and_two_and_a_half_times_as_mu
         == float(flash_seconds(columns(), A100, NO_WAITS))
     )
     assert float(backward) == pytest.approx(2.5 * float(forward))
-
-
-def test_norms_dropout_and_gelu_move_fifty_bytes_a_channel_and_seventy_five_backward() -> None:
-    """At full rate of the memory, 2048 tokens of 2048 channels; sequence parallelism shares all of
-    them out.
-    """
-    ideal = replace(NO_WAITS, memory=1.0)
-    seconds = 2048 * 2048 * 50 / A100.gpu.memory_bytes_per_s
-    assert [float(s) for s in elementwise_seconds(columns(), A100, ideal)] == pytest.approx(
-        [seconds, 1.5 * seconds]
-    )
-    shared = elementwise_seconds(columns(tp=8, sequence_parallel=True), A100, ideal)
-    assert float(shared[0]) == pytest.approx(seconds / 8)
-    assert float(elementwise_seconds(columns(tp=8), A100, ideal)[0]) == pytest.approx(
-        seconds * (22 + 28 / 8) / 50
-    )
-
-
-def test_two_gpus_may_share_a_slower_bus_than_a_whole_node() -> None:
-    slow = replace(IDEAL, pair_bytes_per_s=25e9)
-    two, four = (
-        float(all_reduce_seconds(columns(tp=t), m, NO_WAITS)) for t, m in ((2, slow), (4, slow))
-    )
-    assert (
-        two == pytest.approx(4 * float(all_reduce_seconds(columns(tp=2), IDEAL, NO_WAITS)))
-        and four < two
-    )
-
-
-def test_a_logit_moves_forty_five_bytes_and_a_summed_gradient_six_or_ten() -> None:
-    """Beyond its matmuls, which a card without peak would not feel; gradients in half precision and
-    in fp32.
-    """
-    fast = replace(A100, gpu=replace(A100.gpu, bf16_flops_per_s=1e20, fp16_flops_per_s=1e20))
-    ideal, rate = replace(NO_WAITS, memory=1.0), A100.gpu.memory_bytes_per_s
-    sums = 50304 * 2048 / rate
-    assert float(head_seconds(columns(), fast, ideal)) == pytest.approx(
-        45 * 2048 * 50304 / rate + 6 * sums, rel=1e-3
-    )
-    assert float(
-        accumulation_seconds(1e9, columns(fp32_gradients=True), A100, ideal)
-    ) == pytest.approx(10e9 / rate)
-
-
-def test_the_scores_are_passed_six_and_a_half_times_forward_and_nine_and_a_half_backward() -> None:
-    fast = replace(A100, gpu=replace(A100.gpu, bf16_flops_per_s=1e20, fp16_flops_per_s=1e20))
-    x, once = columns(attention="scores"), 2 * 2048**2 * 16 / A100.gpu.memory_bytes_per_s
-    found = [float(s) / once for s in attention_seconds(x, fast, replace(NO_WAITS, memory=1.0))]
-    assert found == pytest.approx([6.5, 9.5], rel=1e-3)
-
-
-def test_ranks_that_share_a_sequence_send_the_keys_and_values_of_the_others_once() -> None:
-    """c - 1 blocks of keys and values, 2 bytes each, of 2048 / c tokens; tensor parallelism divides
-    the channels.
-    """
-    moved = 3 * 2 * 512 * 2048 * 2
-    for tp in (1, 2):
-        assert float(ring_seconds(columns(cp=4, tp=tp), IDEAL, NO_WAITS)) == pytest.approx(
-            moved / tp / 100e9
-        )
-
-
-def test_the_host_launches_a_quarter_more_for_collectives() -> None:
-    busy = replace(NO_WAITS, launch_s=1e-5, host_s=0.02)
-    plain, sharded, tensor = (
-        layer_time(columns(**p), A100, busy).total for p in ({}, {"zero": 3}, {"tp": 2})
-    )
-    assert sharded - plain == pytest.approx(0.02 * 0.75 / 4) == tensor - plain

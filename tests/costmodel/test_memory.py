@@ -1,6 +1,5 @@
 """Memory: published bytes, laws, and the measured rows."""
 
-import dataclasses
 from dataclasses import replace
 
 import numpy as np
@@ -9,7 +8,6 @@ import pytest
 from trilane.config.cluster import Cluster, cluster
 from trilane.config.model import ModelShape, parse_shape
 from trilane.config.parallelism import Topology
-from trilane.config.training import Dropout
 from trilane.costmodel.calibration import Calibration, Configuration
 from trilane.costmodel.columns import columns_of
 from trilane.costmodel.measured_rows import every_row
@@ -17,7 +15,6 @@ from trilane.costmodel.memory import (
     DEFAULT,
     StageMemory,
     activation_bytes_per_layer,
-    engine_memory,
     host_bytes,
     in_flight,
     memory_bytes,
@@ -34,7 +31,6 @@ A100 = cluster("jz-a100-80g")
 GIB = 2**30
 SHAPE = parse_shape("72,14336,64,2048,250880")
 SMALL = parse_shape("24,2048,16,1024,5120")
-FULL = {"precision": "fp16", "recompute": "full", "zero": 1, "attention": "scores"}
 
 # Korthikanti et al. 2022, arXiv:2205.05198, figure 1: 22B, 175B, 530B, 1T; GiB of states, of
 # activations without recomputation, and with selective recomputation and sequence parallelism
@@ -172,18 +168,6 @@ def test_a_llama_of_transformers_keeps_what_is_counted():
     )
 
 
-def test_in_fp8_the_inputs_of_linear_layers_take_half():
-    """Transformer Engine saves an fp8 copy for the weights' gradient: of the inputs of QKV, MLP and
-    its output layer, 2 + 2 + 8 of Korthikanti's bytes; that of the projection comes beside
-    attention's output.
-    """
-    wide, narrow = (
-        float(activation_bytes_per_layer(columns_of(SMALL, Topology(precision=p))))
-        for p in ("bf16", "fp8")
-    )
-    assert (wide - narrow) / 1024 / 2048 == pytest.approx(6 - 1)
-
-
 def test_fully_sharded_states_take_16_bytes_of_the_group_that_shares_them():
     """PyTorch's fully_shard; in hybrid sharding the group is a node's GPUs. Gathered is the largest
     unit.
@@ -196,18 +180,6 @@ def test_fully_sharded_states_take_16_bytes_of_the_group_that_shares_them():
         stage = memory_per_stage(SMALL, topology, A100, constants)[0]
         states = stage.weights + stage.gradients + stage.optimizer - 10 * x.layer_parameters
         assert states == pytest.approx(16 * SMALL.parameters / ranks)
-
-
-def test_fsdp_in_a_pipeline_divides_the_optimizer_alone():
-    """torchtitan's reshard_after_forward is off there: microbatches would gather weights again and
-    again.
-    """
-    both = [
-        Topology(pp=2, dp=8, gbs=16, zero=zero, precision="bf16", fp32_gradients=True)
-        for zero in (1, 3)
-    ]
-    states = [vars(memory_per_stage(SMALL, t, A100, memory_of("fsdp"))[0]) for t in both]
-    assert states[0] == states[1]
 
 
 def test_no_shipped_run_that_ran_is_called_out_of_memory_and_most_that_ran_out_are():
@@ -269,26 +241,6 @@ def test_doubt_grows_from_never_to_always_around_the_size_of_the_card():
     assert p[1] == pytest.approx(1 - p[3], abs=0.01)
 
 
-def test_the_parameters_of_a_single_gpu_are_those_of_the_shape():
-    """ModelShape.parameters, with and without an untied head and a norm of the embedding."""
-    for tied, norm in [(True, False), (False, False), (True, True), (False, True)]:
-        shape = dataclasses.replace(
-            parse_shape("4,64,4,32,384"), tied_embeddings=tied, embedding_layernorm=norm
-        )
-        assert stage_parameters(columns_of(shape, Topology()), 0) == shape.parameters
-
-
-def test_torch_adam_needs_four_bytes_more_for_each_parameter_of_its_share():
-    """The chronicles' prequel, 200B on 16 nodes: 61 and 47 GB with torch.optim.Adam, 51 and 44 GB
-    with FusedAdam.
-    """
-    shape, machine = parse_shape("24,2048,16,2048,50304"), cluster("jz-a100-80g")
-    fused = Topology(dp=4, gbs=4, zero=1, precision="bf16")
-    torch = dataclasses.replace(fused, adam="torch")
-    more = [memory_per_stage(shape, t, machine)[0].optimizer for t in (fused, torch)]
-    assert more[1] - more[0] == pytest.approx(4 * shape.parameters / 4)
-
-
 GPT = parse_shape("24,2048,16,2048,50304")
 
 
@@ -299,55 +251,6 @@ def total(
     return memory_per_stage(
         shape, Topology(**{"precision": "bf16", **topology}), machine, known, engine
     )
-
-
-def test_logits_are_shared_out_over_the_tensor_parallel_ranks() -> None:
-    """Vocabulary-parallel cross entropy (Shoeybi et al. 2019, arXiv:1909.08053, section 3): no rank
-    holds them all.
-    """
-    one, eight = (total(tp=tp)[0].working for tp in (1, 8))
-    assert one == pytest.approx(DEFAULT.logit * 2048 * 50304) == 8 * eight
-
-
-def test_a_stage_in_the_middle_may_be_the_fullest() -> None:
-    """Few logits and a thin first stage: the second holds more layers, and more microbatches than
-    those behind it.
-    """
-    shape, topology = (
-        parse_shape("24,2048,16,2048,512"),
-        {"pp": 4, "gbs": 8, "first_stage_layers": 3},
-    )
-    sizes = [stage.total for stage in total(shape, **topology)]
-    assert sizes.index(max(sizes)) == 1
-    x = columns_of(shape, Topology(precision="bf16", **topology))
-    assert float(memory_bytes(x, A100)) == pytest.approx(max(sizes))
-
-
-def test_zeros_buckets_are_those_of_its_engine_without_a_pipeline_and_with_replicas() -> None:
-    """6 bytes for each of 12 h^2 values; DeepSpeed's pipeline engine reduces gradients itself."""
-    base = DEFAULT.base_bytes
-    for topology, bytes_ in (
-        ({"zero": 1, "dp": 4, "gbs": 4}, 6 * 12 * 2048**2),
-        ({"zero": 1, "dp": 4, "gbs": 4, "buckets": "library"}, 6 * 500e6),
-        ({"zero": 1, "dp": 4, "gbs": 4, "pp": 2}, 0),
-        ({"zero": 0, "dp": 4, "gbs": 4}, 0),
-        ({"zero": 1, "dp": 1}, 0),
-    ):
-        assert [stage.buffers for stage in total(**topology)] == pytest.approx(
-            [base + bytes_] * topology.get("pp", 1)
-        )
-
-
-def test_a_full_card_is_not_fragmented_and_an_empty_one_by_the_whole_slack() -> None:
-    """Where there is room the allocator takes some more; it cannot where there is none."""
-    needed = total()[0]
-    bytes_ = needed.total - needed.fragmentation
-    roomy, full = (
-        total(machine=replace(A100, gpu=replace(A100.gpu, memory_bytes=size)))[0]
-        for size in (1e16, bytes_)
-    )
-    assert full.fragmentation < 1e-6 * bytes_ and full.total == pytest.approx(bytes_)
-    assert roomy.fragmentation == pytest.approx(DEFAULT.slack * bytes_, rel=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -371,64 +274,3 @@ def test_the_states_of_a_parameter_take_the_published_bytes(
     stage = total(engine=engine, **topology)[0]
     found = (stage.weights, stage.gradients, stage.optimizer)
     assert found == pytest.approx([b * GPT.parameters for b in each])
-
-
-def test_scores_without_dropout_are_the_softmax_alone() -> None:
-    """Korthikanti et al. 2022, section 4.1: 2 a s^2 b of the softmax's result, 2 of dropout's, 1 of
-    its mask.
-    """
-    shape, t = (
-        parse_shape("4,1024,16,1024,32768"),
-        Topology(gbs=1, precision="bf16", attention="scores"),
-    )
-    for dropout, kept in ((0.0, 2), (0.1, 5)):
-        known = memory_for(Calibration(), "megatron", A100, Dropout(attention=dropout))
-        fused = dataclasses.replace(t, attention="fused")
-        layer, without = (
-            activation_bytes_per_layer(columns_of(shape, x, "megatron"), known) for x in (t, fused)
-        )
-        assert layer - without == kept * 16 * 1024**2
-
-
-V100, BOTH = cluster("jz-v100-32g"), Dropout(hidden=0.1, attention=0.1)
-
-
-@pytest.mark.parametrize(
-    ("engine", "machine", "zero", "dropout", "kept"),
-    [
-        ("megatron", A100, 0, Dropout(), (12, 2, 0, 0, 0, 0, 1, 0, 0.0, 2)),
-        ("megatron", A100, 1, BOTH, (12, 2, 0, 0, 0, 0, 1, 0, 0.1, 5)),
-        ("megatron", V100, 2, BOTH, (12, 2, 0, 1, 1, 0, 1, 2, 0.1, 5)),
-        ("hf-zero3", A100, 3, BOTH, (12, 2, 1, 0, 0, 0, 0, 2, 0.1, 5)),
-        ("hf-zero3", A100, 3, Dropout(attention=0.1), (12, 2, 1, 0, 0, 0, 0, 0, 0.0, 5)),
-        ("deepspeed-zero", A100, 1, BOTH, (12, 4, 0, 0, 0, 0, 0, 0, 0.1, 5)),
-        ("deepspeed-zero", A100, 2, BOTH, (12, 2, 0, 0, 0, 0, 0, 0, 0.1, 5)),
-        ("deepspeed-zero", A100, 3, BOTH, (12, 2, 0, 1, 0, 0, 0, 2, 0.1, 5)),
-        ("deepspeed-3d", V100, 1, Dropout(hidden=0.1), (12, 4, 0, 1, 1, 1, 0, 2, 0.1, 2)),
-    ],
-)
-def test_an_engine_keeps_what_its_kernels_and_its_sums_need(
-    engine, machine, zero, dropout, kept
-) -> None:
-    """As traced (benchmarks/trace_check.py): masks where no compiled kernel draws them again,
-    repeats before 8.0.
-    """
-    found = engine_memory(engine, machine, dropout, zero)
-    names = [
-        "optimizer",
-        "accumulated",
-        "unfused",
-        "gates",
-        "repeats",
-        "handed",
-        "whole",
-        "masks",
-        "drops",
-        "scores",
-    ]
-    assert tuple(getattr(found, name) for name in (*names, "ends", "checkpoint", "working")) == (
-        *kept,
-        1,
-        1,
-        1,
-    )

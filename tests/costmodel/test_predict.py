@@ -1,22 +1,17 @@
 """Sizing and one prediction: published numbers, and laws that any planner must obey."""
 
-import contextlib
 import dataclasses
-import functools
-import itertools
 import math
-import random
 
 import pytest
-from recorded import compare
 
 from trilane.config.cluster import cluster
 from trilane.config.model import parse_shape
-from trilane.config.parallelism import CHOICES, Topology, invalid_reason
-from trilane.costmodel.calibration import Configuration, from_json, to_json
+from trilane.config.parallelism import Topology
+from trilane.costmodel.calibration import Configuration
 from trilane.costmodel.measured_rows import every_row
-from trilane.costmodel.predict import FAR, NEAR, predict, sizes_of, support
-from trilane.costmodel.shipped import calibration_for, default
+from trilane.costmodel.predict import FAR, NEAR, predict, support
+from trilane.costmodel.shipped import default
 
 A100 = cluster("jz-a100-80g")
 SHAPE = parse_shape("72,14336,64,2048,250880")
@@ -108,29 +103,6 @@ def test_an_h100_of_a_stack_that_nobody_fitted_takes_what_its_interval_allows(
     assert found.sec_per_it < measured_s < found.sec_hi
 
 
-def test_constants_of_runs_of_ones_own_get_a_wider_interval_far_from_these_runs():
-    ran = measured(tp=1, pp=1, dp=8)
-    known = dataclasses.replace(default(A100), stack="", half_width=0.05, own=sizes_of([ran, ran]))
-    near, far = (predict(case, known) for case in (ran, measured()))
-    assert (
-        math.log(near.sec_hi / near.sec_per_it) == pytest.approx(0.05)
-        and near.support.distance == 0
-    )
-    assert math.log(far.sec_hi / far.sec_per_it) > 0.1 and "number of GPUs" in far.support.differs
-    assert far.support.words.startswith("no measured run like this; the nearest is one of your own")
-    assert from_json(to_json(known)) == known and len(known.own) == 1
-
-
-def test_rows_that_moved_nothing_still_widen_the_interval():
-    """What refit() keeps of a prior without rows: the constants, and how far they missed."""
-    known = default(cluster("h200"))
-    case = dataclasses.replace(measured(tp=1, pp=1, dp=8), cluster=cluster("h200"))
-    usual, missed = (predict(case, dataclasses.replace(known, half_width=w)) for w in (0.1, 0.9))
-    assert known.rows == 0 and math.log(missed.sec_hi / missed.sec_per_it) >= 0.9 > math.log(
-        usual.sec_hi / usual.sec_lo
-    )
-
-
 def test_a_prediction_faster_than_any_measured_run_says_so_and_is_less_sure():
     """No run of an A100 that ships has more than 59 % of its peak; a card's matmuls cannot pass 87
     % of it.
@@ -200,36 +172,3 @@ TOPOLOGIES |= {
     "interleaving": (1, 1, 2),
 }
 TOPOLOGIES |= {"first_stage_layers": (0, 0, 5), "last_stage_layers": (0, 0, 6), "shards": (0, 0, 8)}
-
-
-def cases():
-    """Every kind of plan that the formulas know, drawn: each value of a name alike likely."""
-    usual = {
-        name: CHOICES.get(name, (False, True))
-        for name in vars(Topology())
-        if name not in TOPOLOGIES
-    }
-    known = functools.cache(lambda name, stack: calibration_for(cluster(name), stack))
-    for number in itertools.count():
-        choice = random.Random(number).choice
-        drawn = {name: choice(values) for name, values in {**CASES, **TOPOLOGIES, **usual}.items()}
-        shape, machine, engine, stack = (drawn.pop(name) for name in CASES)
-        with contextlib.suppress(ValueError):  # no such topology, or no such precision of the card
-            topology = Topology(**drawn)
-            if not invalid_reason(shape, topology) and cluster(machine).gpu.flops_per_s(
-                topology.precision
-            ):
-                case = Configuration(
-                    shape=shape, topology=topology, cluster=cluster(machine), engine=engine
-                )
-                yield f"{number} {engine} {stack}", case, known(machine, stack)
-
-
-def test_predictions_of_all_kinds_of_plans_are_those_that_were_recorded():
-    """Seconds and bytes by part, the nearest measured runs and what sets them apart."""
-    found = {
-        name: predict(case, known).to_json() for name, case, known in itertools.islice(cases(), 120)
-    }
-    for made in found.values():
-        del made["support"]["words"]
-    compare("predictions", found)

@@ -5,7 +5,6 @@ from dataclasses import replace
 import pytest
 from scipy.stats import poisson
 
-from trilane.config.cluster import cluster
 from trilane.forecasting.failures import (
     FailureModel,
     Interruption,
@@ -65,20 +64,6 @@ def test_checkpoints_are_as_often_as_daly_says_for_all_interruptions_together() 
     assert replace(risks, checkpoint_s=1800).checkpoint_interval_s(60, 100) == 1800
     assert NOTHING.checkpoint_interval_s(60, 100) == NOTHING.job_hours * HOUR, (
         "nothing to save for but the job's end"
-    )
-
-
-def test_a_measured_storage_is_used_and_more_nodes_are_held_to_its_total() -> None:
-    four = replace(cluster("jz-a100-80g"), write_bytes_per_s=2e9, storage_nodes=4)
-    risks = FailureModel().measured(four)
-    assert [risks.save_s(80e9, nodes) for nodes in (1, 4, 64)] == [40, 10, 10]
-    assert risks.storage == "2 GB/s a node, measured on 4 nodes; more are held to their total"
-    assert (
-        FailureModel().save_s(80e9, 64) == 1.25
-        and FailureModel().storage == "1 GB/s a node, assumed"
-    )
-    assert FailureModel(write_bytes_per_s=3e9).measured(four).write_bytes_per_s == 3e9, (
-        "what the user gives counts"
     )
 
 

@@ -66,10 +66,6 @@ def made(**changes):
     return Forecast(request=request(**changes))
 
 
-def days_of(found):
-    return float(found.ideal.wall_s[0]) / DAY
-
-
 def daly_wall_s(
     work_s: float, interval_s: float, save_s: float, mtbf_s: float, restart_s: float
 ) -> float:
@@ -155,13 +151,6 @@ def test_the_sooner_the_deadline_and_the_smaller_the_allocation_the_likelier_the
     assert over[0] == 1 and over[1] == pytest.approx(0.05, abs=0.005) and over[2] == 0
 
 
-def test_a_run_that_ends_on_the_day_of_its_deadline_keeps_it():
-    sure = {"tokens": 30e9, "runs": 100, **SURE}
-    last = made(**sure).finish(0.5).date()
-    days = (last, date.fromordinal(last.toordinal() - 1))
-    assert [made(deadline=day, **sure).to_json()["p_miss_deadline"] for day in days] == [0, 1]
-
-
 @pytest.mark.parametrize(
     ("whole", "spares"), [({}, 4), ({"tp": 8, "pp": 4, "dp": 13, "gbs": 2080}, 0)]
 )
@@ -184,40 +173,6 @@ def test_the_gpu_hours_of_all_causes_are_those_of_the_run():
     assert sum(parts.values()) == pytest.approx(found.outcomes.gpu_s.mean() / HOUR)
     assert parts["slower than a benchmark"] == pytest.approx(0.1 * parts["iterations"])
     assert parts["node failure"] > 0 and "queue between jobs" not in parts
-
-
-def test_the_mean_error_of_a_wide_prediction_is_no_other_causes():
-    """An evaluation takes its share of the work, whose mean factor is exp(variance / 2) above the
-    median.
-    """
-    found = made(
-        risks=FailureModel(slowdown=1.1), calibration=replace(K, half_width=0.5), runs=20000
-    )
-    parts, r = found.gpu_hours_by_cause, found.request
-    work = parts["iterations"] + parts["slower than a benchmark"] + parts["slower than predicted"]
-    assert work > 1.13 * parts["iterations"]
-    assert parts["evaluation"] == pytest.approx(r.shares["evaluation"] * work, rel=0.05)
-    days = {row["what"]: row["mean_days"] for row in found.dangers}
-    assert days_of(found) + sum(days.values()) == pytest.approx(
-        found.outcomes.wall_s.mean() / DAY, rel=0.01
-    )
-
-
-def test_an_assumption_that_is_given_names_no_other_source():
-    rows = {
-        a["what"]: a
-        for a in made(runs=100, job_hours=10.0, evaluation_iters=7).to_json()["assumptions"]
-    }
-    assert rows["job_hours"] == {"what": "job_hours", "value": 10.0, "source": "given"}
-    assert rows["evaluation_iters"]["source"] == "given" != rows["queue_s"]["source"]
-
-
-@pytest.mark.parametrize(
-    ("runs", "least"), [(100, "under 3 %"), (1000, "under 0.3 %"), (10000, "under 0.1 %")]
-)
-def test_no_probability_is_below_what_so_many_runs_can_tell(runs, least):
-    """The rule of three: of N runs none, with 95 % confidence below 3/N."""
-    assert made(runs=runs, deadline="2030-01-01").facts()["P(deadline missed)"] == least
 
 
 def test_an_evaluation_is_the_forward_pass_of_an_iteration():
@@ -251,49 +206,6 @@ def test_a_checkpoint_is_written_by_all_nodes_at_once():
     assert alone == pytest.approx(12 * one.shape.parameters / 1e9), (
         "an eighth of a node writes as a node does"
     )
-
-
-@pytest.mark.parametrize("common", [0.0, 0.3, 1.0])
-def test_the_parts_of_an_error_add_up_to_the_calibrations_interval_and_the_spread_of_long_runs(
-    common,
-):
-    """Variances of ln(seconds): 90 % of a Gaussian lie within 1.645 deviations on each side."""
-    parts = request(risks=FailureModel(common=common, slowdown_spread=0.02)).uncertainty
-    whole = (K.half_width / 1.6449) ** 2
-    assert parts.independent**2 == pytest.approx((1 - common) * whole)
-    assert parts.common**2 + parts.independent**2 == pytest.approx(whole + 0.02**2)
-
-
-def test_tokens_that_fill_no_whole_sequence_take_one_more():
-    assert [request(tokens=2048 * 10**6 + more).samples for more in (0, 1, 2048)] == [
-        10**6,
-        10**6 + 1,
-        10**6 + 1,
-    ]
-    assert request(tokens=None).tokens == 20 * SHAPE.parameters, "Hoffmann et al. 2022"
-
-
-def test_a_restart_of_the_schedule_is_paid_once_and_not_in_every_piece_of_its_phase(monkeypatch):
-    """The last phase is cut into pieces, so that its progress can be dated."""
-    plain, paused = made(runs=100), made(runs=100)
-    late = (*plain.schedule[:-1], replace(plain.schedule[-1], pause_s=1000.0))
-    monkeypatch.setitem(vars(paused), "schedule", late)
-    assert paused.work.seconds.sum() - plain.work.seconds.sum() == pytest.approx(1000)
-
-
-def test_energy_is_known_for_known_cards_and_money_where_a_price_is_given():
-    """DGX A100 data sheet: 6.5 kW at most for 8 GPUs, and a fifth more for the building."""
-    plain, priced = made(runs=100).to_json(), made(runs=100, price=2.0, watts=500).to_json()
-    assert (
-        plain["energy_kwh"] == pytest.approx(plain["gpu_hours"] * 6.5 / 8 * 1.2)
-        and plain["cost"] is None
-    )
-    assert (
-        priced["energy_kwh"] == pytest.approx(priced["gpu_hours"] * 0.6)
-        and priced["cost"] == 2 * priced["gpu_hours"]
-    )
-    other = replace(PLAN, cluster=replace(A100, gpu=replace(A100.gpu, name="RTX-9")))
-    assert made(runs=100, plan=other).to_json()["energy_kwh"] is None
 
 
 @pytest.fixture
@@ -370,24 +282,6 @@ def test_the_command_prints_dates_hours_and_risks(command):
 def test_bad_input_is_one_line_and_exit_code_2(command, given, message):
     code, _, errors = command(given)
     assert code == 2 and message in errors and errors.count("\n") == 1
-
-
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [
-        ({"slowdown_spread": -1}, "slowdown_spread=-1.0: must be zero or a number above"),
-        ({"stops": [{"name": "flood", "spread": 50}]}, "stop.spread=50.0: must be at most 3.0"),
-        ({"stops": [{"name": "flood"}, {"name": "flood"}]}, "stop.name=flood: must be unique"),
-        ({"stops": [{"name": "saving"}]}, "stop.name=saving: names another cause of the forecast"),
-        (
-            {"stops": [{"name": "flood", "per_year": 1e20}]},
-            "stop flood=1e+20: such a run would lose ten times",
-        ),
-    ],
-)
-def test_risks_that_contradict_themselves_are_refused_by_name(command, values, message):
-    code, _, errors = command("--risks FILE", values)
-    assert code == 2 and errors.startswith(f"trilane: {message}") and errors.count("\n") == 1
 
 
 CALENDARS = {

@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from trilane.forecasting.failures import NODE_YEAR_S, Cause, FailureModel, Interruption
+from trilane.forecasting.failures import NODE_YEAR_S, FailureModel, Interruption
 from trilane.forecasting.simulation import Outcomes, Uncertainty, Work, simulate
 
 CALM = FailureModel(stops=(), startup_s=0, queue_s=0)
@@ -49,21 +49,6 @@ def test_idle_hours_that_are_not_charged_cost_days_and_no_gpu_hours() -> None:
         found = run(replace(CALM, stops=(stop,)), [900.0], interval_s=1e-6)
         assert found.wall_s[0] == pytest.approx(900 + 9 * 3.6)
         assert found.gpu_s[0] == pytest.approx(8 * (900 + 9 * 3.6 * charged))
-
-
-def test_jobs_end_and_queue_and_neither_moves_what_is_charged() -> None:
-    """Jobs of 300 s, each after 30 s in the queue and 15 s of start-up, which alone is charged."""
-    found = run(
-        replace(CALM, queue_s=30, job_hours=300 / 3600),
-        [300.0] * 3,
-        shares={Cause.JOB_ENDS: 15 / 300},
-    )
-    assert found.reached_s[0] == pytest.approx([345, 690, 1035]) and found.wall_s[
-        0
-    ] == pytest.approx(1035)
-    assert found.lost_s[Cause.QUEUE][0] == pytest.approx(90) and found.gpu_s[0] == pytest.approx(
-        8 * (900 + 45)
-    )
 
 
 def test_thousands_of_runs_scatter_as_their_causes_do() -> None:

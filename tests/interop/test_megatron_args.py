@@ -166,25 +166,6 @@ def test_the_words_of_the_fork_are_read(words: str, meant: dict) -> None:
     assert (found.plan.engine, found.unknown, found.differs) == ("deepspeed-3d", (), ())
 
 
-def test_arguments_of_a_llama_have_the_names_of_megatron_core() -> None:
-    """TransformerConfig and ModelParallelConfig of megatron-core 0.16; --disable-bias-linear is its
-    add_bias_linear.
-    """
-    config = pytest.importorskip("megatron.core.transformer.transformer_config").TransformerConfig
-    known = {field.name for field in fields(config)} | {"fp8_format", "disable_bias_linear"}
-    beside = {
-        "swiglu",
-        "group_query_attention",
-        "position_embedding_type",
-        "untie_embeddings_and_output_weights",
-    }
-    given = megatron_args(plan({"cp": 2, "precision": "fp8"}, shape=replace(LLAMA, biases="qkv")))
-    plain = megatron_args(plan({}))
-    added = {name.replace("-", "_") for name in set(given) - set(plain)}
-    assert added - beside - {"bf16", "accumulate_allreduce_grads_in_fp32"} <= known
-    assert given["normalization"] == ["RMSNorm"] and given["position-embedding-type"] == ["rope"]
-
-
 def test_what_the_program_takes_where_nothing_is_given() -> None:
     """One query group where heads are shared; fp32 sums in bf16 and so in fp8; an end of document
     of NullTokenizer.
@@ -308,32 +289,6 @@ TEXTS = [
 @pytest.mark.parametrize(("text", "found"), TEXTS)
 def test_the_arguments_of_a_script_are_read(text: str, found: dict) -> None:
     assert read_arguments(text) == found
-
-
-def test_iterations_become_samples() -> None:
-    text = megatron_text(megatron_args(plan({"gbs": 4}))).replace(
-        "--train-samples 200", "--train-iters 50"
-    )
-    text = text.replace("--lr-warmup-samples 216", "--lr-warmup-iters 3").replace(
-        "--lr-decay-samples 999", "--lr-decay-iters 50"
-    )
-    found = parse_plan(read_arguments(text), cluster=MACHINE, gpus=1).plan
-    assert (
-        found.run.train_iters,
-        found.optimizer.warmup_samples,
-        found.optimizer.decay_samples,
-    ) == (50, 12, 0)
-
-
-def test_a_trace_of_bash_is_read_too() -> None:
-    """And a warm-up that is a share of the decay: 0.01 of 800 iterations of 4."""
-    text = megatron_text(megatron_args(plan({"gbs": 4}))).replace(" \\\n", "     ")
-    text = text.replace("--lr-decay-samples 999", "--lr-decay-iters 800")
-    text = text.replace("--lr-warmup-samples 216", "--lr-warmup-fraction .01")
-    trace = f"+ GPT_ARGS='   {text}'\n++ pwd\n+ export 'CMD= pretrain_gpt.py {text}'\n+ CMD=' pretrain_gpt.py {text} '\n"
-    found = parse_plan(read_arguments(trace), cluster=MACHINE, gpus=1)
-    assert (found.plan.optimizer.decay_samples, found.plan.optimizer.warmup_samples) == (3200, 32)
-    assert (found.plan.topology.gbs, found.unknown) == (4, ())
 
 
 GOOD = megatron_text(megatron_args(plan({"tp": 2, "pp": 2})))

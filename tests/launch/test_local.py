@@ -15,14 +15,12 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "engine"))
 from plans import run_folder, small_plan, steps
-from support import ended, heed_ctrl_c, wait_until
+from support import ended, wait_until
 
 from trilane.config.engines import require_trainable
 from trilane.config.plan import read_plan
-from trilane.launch.follow import follow, progress
 from trilane.launch.local import environment, train_local
 from trilane.launch.local import run_folder as launched_in
-from trilane.utils.progress import BATCH
 from trilane.utils.validation import HostError
 from trilane.workspace.status import read_status
 
@@ -141,30 +139,6 @@ def test_a_launcher_killed_outright_leaves_no_orphan(launched: subprocess.Popen)
 def test_a_run_beyond_its_time_is_ended_and_says_so(folder: Path) -> None:
     outcome = train_local(folder, timeout_s=3)
     assert (outcome.status, outcome.evidence) == ("timeout", "longer than 3 s")
-
-
-def test_what_ranks_print_until_they_end_is_in_the_log(tmp_path: Path) -> None:
-    plan = small_plan(tmp_path)
-    folder = run_folder(plan, tmp_path / "run")
-    (folder / "ranks").mkdir()
-    code = "trap 'echo late >> ranks/0.log; exit' INT; echo begun > ranks/0.log; while :; do sleep 0.05; done"
-    child = subprocess.Popen(["bash", "-c", code], cwd=folder, preexec_fn=heed_ctrl_c)
-    wait_until(lambda: (folder / "ranks/0.log").exists(), 60, "the first line")
-    with ended(child), pytest.raises(TimeoutError):
-        follow(child, folder, plan, False, 0.0)
-    assert (folder / "run.log").read_text() == "begun\nlate\n"
-
-
-def test_a_batch_has_five_lines_of_progress(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
-) -> None:
-    monkeypatch.setenv(BATCH, "1")
-    for total, shown in ((12, (2, 4, 6, 8, 10, 12)), (3, (1, 2, 3))):
-        with progress("p", total) as show:
-            for number in range(1, total + 1):
-                show({"iteration": number, "lm_loss": 2.0, "sec_per_it": 0.5})
-        lines = capsys.readouterr().out.splitlines()
-        assert lines == [f"p: {number}/{total}, loss 2.000, 0.500 s/it" for number in shown]
 
 
 def test_what_must_not_start_is_refused_before_anything_is_written(

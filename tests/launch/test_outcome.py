@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from trilane.launch.outcome import culprit, judge, last_log
-from trilane.workspace.status import RunStatus, Status, verdict, write_status
+from trilane.workspace.status import RunStatus, Status, verdict
 
 CRASH = RunStatus(status=Status.CRASHED, evidence="rank 1: exit", rank=1, exit_code=1, seconds=1.0)
 XID = "n2: NVRM: Xid (PCI:0000:1b:00): 79, pid=8, GPU has fallen off the bus."
@@ -127,18 +127,3 @@ def test_the_rank_that_broke_first_is_blamed_and_not_those_that_followed(
     assert judge(folder, 1, 5.0) == RunStatus(
         status=status, evidence=evidence, rank=found[0], exit_code=1, seconds=5.0
     )
-
-
-def test_a_run_that_ended_well_has_the_engines_word_and_on_a_full_disk_the_heartbeats(
-    tmp_path: Path,
-) -> None:
-    found = judge(tmp_path, 0, 2.0, done=7)
-    assert (
-        found.evidence.startswith("iteration 7; the disk was full")
-        and judge(tmp_path, 0, 2.0).evidence[:11] == "iteration 0"
-    )
-    assert found == RunStatus(
-        status=Status.STOPPED, evidence=found.evidence, rank=None, exit_code=0, seconds=2.0
-    )
-    write_status(tmp_path, COMPLETED)
-    assert judge(tmp_path, 0, 2.0) == replace(COMPLETED, seconds=2.0)

@@ -2,7 +2,6 @@
 
 import dataclasses
 import itertools
-import time
 from collections import Counter
 from types import SimpleNamespace
 
@@ -29,7 +28,6 @@ from trilane.planning.space import Space
 A100 = cluster("jz-a100-80g")
 K = shipped.default(A100)
 SHAPE = parse_shape("72,14336,64,2048,250880")
-STORED = Topology(precision="bf16", attention="scores")
 SMALL = parse_shape("24,2048,16,2048,50304")
 AS_THEN = {
     "precision": "fp16",
@@ -182,31 +180,6 @@ def test_the_pareto_front_trades_seconds_for_memory():
     seconds = [c.prediction.sec_per_it for c in front]
     memory = [c.prediction.memory_bytes for c in front]
     assert len(front) > 2 and seconds == sorted(seconds) and memory == sorted(memory, reverse=True)
-
-
-def test_the_largest_model_of_a_family_is_the_last_that_fits():
-    """Chronicles, 001: 16 GPUs of 32 GB held 18B at most; 52B is too much for them."""
-    family = [parse_shape(f"{n},6144,48,1024,50304") for n in (8, 16, 40, 120)]
-    v100 = cluster("jz-v100-32g")
-    pins = {"mbs": (1,), "zero": (0, 1), "recompute": ("full",)}
-    space = Space(gpus=(16,), gbs=(16,), pins=pins, fixed=Topology(precision="fp16"))
-    assert [search_space(shape, v100, space).runnable > 0 for shape in family] == [
-        True,
-        True,
-        True,
-        False,
-    ]
-
-
-def test_a_million_configurations_take_a_second_or_two():
-    """The target is 1,000,000 a second on one idle core; a shared test machine gets three times
-    that.
-    """
-    space = Space(gpus=(384,), gbs=tuple(range(1, 2049)), fixed=STORED)
-    start = time.process_time()
-    found = search_space(SHAPE, A100, space, K, top=10)
-    assert found.evaluated > 10_000_000
-    assert time.process_time() - start < 30
 
 
 @pytest.mark.parametrize(

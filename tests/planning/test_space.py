@@ -1,19 +1,10 @@
 """The space of a search and its front, at sizes that can be listed by hand."""
 
 import numpy as np
-import pytest
 
 from trilane.config.model import parse_shape
 from trilane.planning.search import front_of
-from trilane.planning.space import Space, divisors
-
-
-@pytest.mark.parametrize(
-    ("n", "found"),
-    [(1, [1]), (2, [1, 2]), (12, [1, 2, 3, 4, 6, 12]), (16, [1, 2, 4, 8, 16]), (49, [1, 7, 49])],
-)
-def test_each_divisor_is_listed_once(n: int, found: list[int]) -> None:
-    assert divisors(n) == found
+from trilane.planning.space import Space
 
 
 def test_each_way_to_cut_eight_gpus_is_looked_at_once() -> None:
@@ -36,18 +27,6 @@ def test_blocks_of_recomputed_layers_are_no_whole_stage() -> None:
     assert {p["recompute"] for p in pinned.points(shape.num_layers // 4, False, True, False)} == {
         "block"
     }
-
-
-def test_a_batch_is_shared_out_whole() -> None:
-    """12 sequences on two replicas: microbatches of 1, 2, 3 or 6; on five none."""
-    space = Space(gpus=(10,), gbs=(12, 7))
-    assert [tuple(pair) for pair in zip(*space.batches(2), strict=True)] == [
-        (1, 12),
-        (2, 12),
-        (3, 12),
-        (6, 12),
-    ]
-    assert space.batches(5)[0].size == 0
 
 
 def test_the_front_holds_what_nothing_beats_and_of_equals_one() -> None:

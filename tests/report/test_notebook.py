@@ -4,7 +4,6 @@ from pathlib import Path
 
 import nbformat
 import pytest
-from support import plant_modules
 
 from trilane.report import notebook
 from trilane.report.notebook import copy_into, read_parameters
@@ -69,18 +68,6 @@ def test_a_misspelt_or_ill_typed_parameter_is_refused_before_anything_runs(
         notebook.run_all(Study("s"), given, [story])
     assert str(caught.value) == message
     assert [path.name for path in outputs.iterdir()] == ["local.json"]
-
-
-def test_a_relative_path_means_what_it_means_where_the_caller_stands(
-    story, outputs, tmp_path, monkeypatch
-):
-    """The kernel runs there, and imports nothing from there."""
-    here = tmp_path / "odd [place]"
-    here.mkdir()
-    (here / "found.txt").touch()
-    plant_modules(here)
-    monkeypatch.chdir(here)
-    assert "here: True" in notebook.run(story, Study.create("s"), where="found.txt").read_text()
 
 
 @pytest.mark.parametrize(

@@ -165,7 +165,6 @@ BLURRED = """() => {
 DRAWN = '[...document.querySelectorAll("figure.chart")].every(f => f.querySelector(".drawing svg"))'
 
 DOTS = ".mark-symbol.role-mark path"
-TOOLTIP = "document.querySelector('#vg-tooltip-element.visible')?.innerText ?? ''"
 
 
 def use_every_control(page: Any) -> None:
@@ -191,15 +190,6 @@ def words(page: Any, most: int = 300) -> list[str]:
     """What drawings, tables and controls say, and what they say under the mouse."""
     page.evaluate("scrollTo(0, 0)")
     return page.evaluate(WORDS, most)
-
-
-# The first text of a page, how many figures follow the heading of its last section, and its height.
-OPENING = """() => {
-  const turn = document.getElementById("your-turn"), after = Node.DOCUMENT_POSITION_FOLLOWING;
-  const own = [...document.querySelectorAll("main figure")].filter(f => turn.compareDocumentPosition(f) & after);
-  const first = document.querySelector("main h1").closest(".cell").nextElementSibling;
-  return [first.innerText, own.length, document.documentElement.scrollHeight];
-}"""
 
 
 @pytest.fixture(scope="module")
@@ -280,28 +270,6 @@ def shown(figure: Any) -> list[str]:
     return [figure.locator(f"select[name={name}]").input_value() for name in ("plan_id", "a", "b")]
 
 
-def test_the_words_of_a_plan_are_under_the_mouse_and_a_click_picks_it(
-    explorer: Any, page: Any
-) -> None:
-    whole = explorer.bounding_box()
-    assert whole["y"] < 900 and whole["height"] < 900, (
-        "the figure begins on the first screen, and fits one"
-    )
-    explorer.evaluate("figure => figure.scrollIntoView()")
-    boxes = [dot.bounding_box() for dot in explorer.locator(DOTS).all()]
-    for box in boxes:
-        place = box["x"] + box["width"] / 2, box["y"] + box["height"] / 2
-        page.mouse.move(*place)
-        words = page.evaluate(TOOLTIP)
-        page.mouse.click(*place)
-        picked = shown(explorer)[0]
-        page.wait_for_function(
-            "id => document.querySelector('svg.marks').textContent.includes(id)", arg=picked
-        )
-        assert picked in words and "GiB" in words and not NO_VALUE.search(words)
-    assert boxes
-
-
 def test_keys_walk_all_plans_pin_two_and_zoom_the_schedule(explorer: Any, page: Any) -> None:
     explorer.locator("svg.marks").focus()
     seen = []
@@ -333,42 +301,6 @@ def test_keys_walk_all_plans_pin_two_and_zoom_the_schedule(explorer: Any, page: 
         page.wait_for_timeout(700)
         assert shown(explorer) == [seen[-2], seen[-1], seen[-2]]
         assert explorer.locator("select[name=tp]").input_value() == "1"
-
-
-def test_a_filter_leaves_its_plans_and_a_finger_picks_one(demo: Path, browser: Any) -> None:
-    context = browser.new_context(has_touch=True, viewport={"width": NARROW, "height": 800})
-    page = context.new_page()
-    page.goto((demo / "02_topology.html").as_uri())
-    page.wait_for_function(DRAWN)
-    figure = page.locator("figure.chart").first
-    every = figure.locator(DOTS).count()
-    figure.locator("select[name=tp]").select_option("1")
-    page.wait_for_timeout(100)
-    assert 0 < figure.locator(DOTS).count() < every
-    figure.locator(DOTS).last.tap()
-    assert figure.locator(DOTS).last.evaluate("dot => dot.__data__.datum.id") == shown(figure)[0]
-    context.close()
-
-
-FINDINGS = {
-    ("demo", "01_sizing"): r"^The (largest|fastest) shape\b.* layers × \d+",
-    ("demo", "03_launch"): r"All 2 plans trained",
-    ("demo", "04_analyze"): r"2 of 2 runs completed",
-    ("big", "01_sizing"): r"^Of 200B parameters on 384 GPUs",
-}
-
-
-@pytest.mark.parametrize(("study", "name"), FINDINGS)
-def test_a_page_opens_with_its_finding_and_ends_in_one_plot_for_the_reader_to_change(
-    big, page, study, name
-) -> None:
-    page.emulate_media(media="screen", color_scheme="light")
-    page.set_viewport_size({"width": 1440, "height": 900})
-    page.goto((big.with_name(study) / f"{name}.html").as_uri())
-    page.wait_for_function(DRAWN)
-    first, figures, height = page.evaluate(OPENING)
-    assert re.search(FINDINGS[study, name], first) and figures == 1
-    assert name != "04_analyze" or height <= 6000
 
 
 def test_in_an_unpacked_zip_every_link_leads_somewhere_and_no_file_names_the_machine(

@@ -12,7 +12,7 @@ from ipywidgets import Widget
 
 from trilane.config.cluster import cluster
 from trilane.config.model import parse_shape
-from trilane.config.parallelism import LARGEST, Topology
+from trilane.config.parallelism import Topology
 from trilane.config.plan import Plan
 from trilane.costmodel.predict import predict
 from trilane.costmodel.shipped import default
@@ -96,30 +96,6 @@ def test_a_change_is_predicted_and_a_refused_one_cannot_be_used(editor):
     assert "GiB: must fit the card" in editor.caption.value and editor.picture.value == drawn
     editor.button.click()
     assert "not written" in editor.message.value
-
-
-def test_a_slider_has_the_sizes_that_can_be(editor):
-    """Divisors of the heads in a node, of the batch, and of the layers, counted with embedding and
-    head or without.
-    """
-    layers, batch = (1, 2, 3, 4, 6, 8, 9, 12, 18, 24, 36, 72), (1, 2, 4, 8, 16, 32, 64, 128, 256)
-    found = {
-        "tp": (1, 2, 4, 8),
-        "cp": (1, 2, 4, 8),
-        "dp": batch,
-        "mbs": batch,
-        "zero": (0, 1, 2, 3),
-    }
-    found |= {
-        "pp": tuple(sorted({*layers, 37})),
-        "interleaving": layers,
-        "last_stage_layers": tuple(range(73)),
-    }
-    assert {name: editor.boxes[name].options for name in found} == found
-    typed = {name: box.max for name, box in editor.boxes.items() if hasattr(box, "max")}
-    assert typed == {"gbs": LARGEST, "shards": LARGEST} and all(
-        editor.boxes[name].min == 0 for name in typed
-    )
 
 
 def test_the_used_plan_is_what_03_and_07_begin_with(editor, study):

@@ -4,7 +4,6 @@ own environment.
 
 import os
 import shutil
-import tarfile
 from dataclasses import replace
 from pathlib import Path
 
@@ -165,22 +164,6 @@ def test_a_job_trains_from_the_copy_of_its_node_alone_and_removes_it(
     assert not staged(play).exists()
 
 
-def test_the_archive_is_made_again_where_packages_changed(play: Play, tmp_path: Path) -> None:
-    (tmp_path / "node/x").mkdir()
-    archive, packages = (
-        tmp_path / "it's shared/trilane-env.tar",
-        tmp_path / "it's shared/lib/python3.11/site-packages",
-    )
-    times = []
-    for change in (lambda: None, lambda: None, lambda: (packages / "new.py").touch()):
-        change()
-        staged(play)
-        times.append(archive.stat().st_mtime_ns)
-    assert times[0] == times[1] != times[2] and list(archive.parent.glob("*.tar*")) == [archive]
-    with tarfile.open(archive) as made:
-        assert "./lib/python3.11/site-packages/new.py" in made.getnames()
-
-
 @pytest.mark.parametrize("how", ["missing", "damaged", "taken", "full", "noexec"])
 def test_a_node_that_cannot_copy_says_why_in_one_line_leaves_nothing_and_trains(
     how: str, play: Play, tmp_path: Path
@@ -216,46 +199,3 @@ def test_a_node_that_cannot_copy_says_why_in_one_line_leaves_nothing_and_trains(
     assert play.env["VIRTUAL_ENV"] == f"{tmp_path}/it's shared" and copy.exists() is (
         how == "taken"
     )
-
-
-def test_a_python_without_an_environment_of_its_own_trains_from_where_it_lies(
-    play: Play, tmp_path: Path
-) -> None:
-    (tmp_path / "bin/activate").write_text("")
-    staged(play)
-    (line,) = (play.place / "run.log").read_text().partition("START")[0].splitlines()
-    assert (
-        line
-        == "trilane: stage_env: python has no environment of its own; all nodes import from where it lies"
-    )
-    assert "VIRTUAL_ENV" not in play.env and not [*tmp_path.rglob("*.tar*")]
-
-
-def test_no_node_unpacks_an_archive_of_before_packages_changed(play: Play, tmp_path: Path) -> None:
-    """Where the shared disk is full, or the environment belongs to somebody else, no new one can be
-    made.
-    """
-    (tmp_path / "node/x").mkdir()
-    staged(play)
-    (tmp_path / "it's shared/lib/python3.11/site-packages/new.py").touch()
-    stand_in(
-        tmp_path / "bin/tar", '[[ $1 == -cf ]] && echo "tar: full" && exit 2; exec /bin/tar "$@"'
-    )
-    (play.place / "run.log").unlink()
-    staged(play)
-    (line,) = (play.place / "run.log").read_text().partition("START")[0].splitlines()
-    assert line.endswith(
-        f"trilane-env.tar: cannot be made: tar: full; all nodes import from {tmp_path}/it's shared"
-    )
-    assert play.env["VIRTUAL_ENV"] == f"{tmp_path}/it's shared"
-
-
-def test_of_a_conda_environment_it_is_that_one_whatever_the_submitting_shell_had_active(
-    tmp_path: Path,
-) -> None:
-    here = site(stage_env="/tmp")
-    texts = [
-        script.render("train", plan_for(here), here, JobRequest(environment=e))
-        for e in ("conda:mine", "/venv")
-    ]
-    assert [text.count("export ENV_FOLDER=${CONDA_PREFIX:-}\n") for text in texts] == [1, 0]

@@ -10,8 +10,6 @@ import pytest
 from slurm_cluster import REQUEST, SITE, Commands, one, plan, run_folder, submit_chain
 
 from trilane.cli.app import main
-from trilane.config.plan import read_plan
-from trilane.costmodel.shipped import constants_of
 from trilane.slurm import attempt, chain, client, copies, jobs, ledger
 from trilane.utils.folder_lock import FolderLock
 from trilane.utils.validation import to_mapping
@@ -28,12 +26,6 @@ def folder(tmp_path: Path) -> Path:
     made = run_folder(tmp_path, plan("one", tmp_path / "data", nodes=1))
     ledger.note(made, "submitted", "77", site="test", script="")
     return made
-
-
-def test_a_table_of_runs_without_jobs_has_no_columns_of_jobs(tmp_path: Path) -> None:
-    """03 on one machine: no job, no state of one, nothing that it waits for."""
-    made = run_folder(tmp_path, plan("one", tmp_path / "data", nodes=1))
-    assert [*jobs.job_status([made]).view()] == ["run", "status", "iteration", "iterations"]
 
 
 def accounted(commands: Commands, **states: str) -> None:
@@ -199,43 +191,6 @@ def test_a_submission_that_may_have_been_taken_is_not_called_undone(
     )
 
 
-def test_what_a_site_explains_and_prints_beside_its_answer_is_understood(
-    commands: Commands, folder: Path
-) -> None:
-    hours = "Your project xyz has used up its hours, see https://example.org/hours"
-    commands.say(
-        "sbatch",
-        f"printf 'sbatch: error: {hours}\\nsbatch: error: Unspecified error\\n' >&2; exit 1",
-    )
-    with pytest.raises(client.SlurmError, match=rf"^slurm=sbatch: {hours}; Unspecified error$"):
-        client.sbatch(folder / "job.sbatch")
-    commands.say(
-        "sbatch",
-        "printf -- '-----> Welcome\\n--> Verifying valid submit host...OK\\n4711;cluster\\n'",
-    )
-    assert client.sbatch(folder / "job.sbatch") == "4711"
-    commands.say("sbatch", "echo Welcome")
-    with pytest.raises(ValueError, match=r"^slurm=sbatch: printed 'Welcome', no job id; look with"):
-        client.sbatch(folder / "job.sbatch")
-
-
-def test_only_controllers_that_are_all_down_or_silent_do_not_answer(commands: Commands) -> None:
-    """`scontrol ping` lists a backup controller too, and fails where the primary one is down."""
-    down, up = (
-        f"echo 'Slurmctld({which}) at login is {state}'"
-        for which, state in (("primary", "DOWN"), ("backup", "UP"))
-    )
-    for answer in ("true", f"{down}; {up}; exit 1", "echo anything"):
-        commands.say("scontrol", answer)
-        client.require_answer()
-    for silence in (f"{down}; exit 1", AWAY):
-        commands.say("scontrol", silence)
-        with pytest.raises(
-            client.SlurmUnreachable, match=r"SLURM does not answer .*; nothing was done$"
-        ):
-            client.require_answer("; nothing was done")
-
-
 def test_the_status_of_many_runs_takes_one_call_of_slurm(
     commands: Commands, tmp_path: Path
 ) -> None:
@@ -248,14 +203,6 @@ def test_the_status_of_many_runs_takes_one_call_of_slurm(
         ledger.note(folder, "submitted", f"{number}", site="test")
     commands.say("squeue", 'for n in {1..30}; do echo "$n|PENDING|JobHeldUser|0:00|2:00||x"; done')
     assert len(jobs.job_status(folders)) == 30 and len(commands.calls("squeue")) == 1
-
-
-@pytest.mark.parametrize("job", ["1; id", "-1", "", "1_3", "--user=root", "1\n2"])
-def test_what_is_no_job_id_never_reaches_slurm(job: str, commands: Commands) -> None:
-    for call in (client.states, client.cancel):
-        with pytest.raises(ValueError, match=r"^job="):
-            call([job])
-    assert not commands.log.exists()
 
 
 def test_without_slurm_a_submission_is_one_line(
@@ -357,37 +304,6 @@ def test_a_job_that_waits_takes_a_changed_plan_where_that_is_accepted(
     assert "job 78 keeps the job.sbatch that SLURM has" in jobs.unreached(folder, ["78"])[0]
 
 
-def test_a_submission_that_accepts_changes_lets_waiting_jobs_be_and_submits_the_other_runs(
-    commands: Commands, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
-    script, other = (
-        copies.hash_of("another"),
-        run_folder(tmp_path, plan("two", tmp_path / "data", nodes=1)),
-    )
-    ledger.note(folder, "submitted", "78", site="x", plan=copies.keep_plan(folder), script=script)
-    edit(folder, "optimizer.lr", 6e-4)
-    commands.say("squeue", "echo '78|PENDING|None|1:00|2:00||x'")
-    commands.say("sbatch", "echo 90")
-    (tmp_path / "site.json").write_text(json.dumps(to_mapping(SITE)))
-    options = [
-        "--site",
-        str(tmp_path / "site.json"),
-        "--account",
-        "xyz@a100",
-        "--no-preflight",
-        "--accept-changes",
-    ]
-    assert main(["slurm", "submit", str(folder), str(other), *options]) == 0
-    out, err = capsys.readouterr()
-    assert (
-        out.splitlines()[:2] == [f"78  {folder}", f"90  {other}"]
-        and "job 78 keeps the job.sbatch" in err
-    )
-    assert len([call for call in commands.calls("sbatch") if "--parsable" in call]) == 1
-    assert main(["slurm", "submit", str(folder), *options, "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["submitted"] == {str(folder): ["78"]}
-
-
 @pytest.mark.parametrize(
     ("times", "parallel", "before"),
     [
@@ -411,81 +327,8 @@ def test_so_many_jobs_run_at_a_time_as_are_asked_for(
     assert [after[job].removeprefix("afterany:") or "-" for _, job in made] == [*before]
 
 
-def test_a_row_of_status_has_what_a_job_waits_for_else_its_nodes() -> None:
-    common = {
-        "id": "77",
-        "run": "r" * 40,
-        "iteration": 5,
-        "iterations": 10,
-        "nodes": "n[1-4]",
-        "elapsed": "1-02:03:04",
-    }
-    waits = jobs.JobStatus(
-        **common, state="PENDING", reason="Priority", status="waiting", evidence="", waiting=2
-    )
-    runs = jobs.JobStatus(
-        **common, state="RUNNING", status="running", evidence="e" * 300, waiting=0, exclude="n" * 90
-    )
-    begin = "r" * 28
-    assert (
-        waits.line()
-        == f"{begin} 77 +2        PENDING       1-02:03:04 Priority                     5/10 waiting"
-    )
-    ending = f"5/10 running    --exclude={'n' * 80} {'e' * 240}"
-    assert (
-        runs.line()
-        == f"{begin} 77           RUNNING       1-02:03:04 n[1-4]                       {ending}"
-    )
-
-
-EDITS = {
-    "optimizer.lr": (6e-4, "peak learning rate"),
-    "optimizer.weight_decay": (0.3, ""),
-    "topology.gbs": (64, "sequences of an iteration"),
-    "data.source": ("other", ""),
-    "topology.mbs": (1, "sequences"),
-    "run.save_interval": (7, ""),
-    "run.seed": (99, ""),
-    "topology.precision": ("fp16", ""),
-    "calibration.constants.matmul": (0.1, ""),
-    "dropout.hidden": (0.5, ""),
-}
-
-
 def edit(folder: Path, name: str, value: object) -> None:
     values = json.loads((folder / "plan.json").read_text())
     *path, last = name.split(".")
     functools.reduce(dict.__getitem__, path, values)[last] = value
     (folder / "plan.json").write_text(json.dumps(values))
-
-
-@pytest.mark.parametrize("field", EDITS)
-def test_a_job_says_which_field_of_its_plan_was_edited_since_its_submission(
-    field: str, folder: Path
-) -> None:
-    """With the frozen plan lost, or edited in the same way, it still stops; an unchanged plan needs
-    no frozen one.
-    """
-    values, (value, words) = json.loads((folder / "plan.json").read_text()), EDITS[field]
-    constants = constants_of(read_plan(folder / "plan.json")).kept()
-    (folder / "plan.json").write_text(json.dumps(values | {"calibration": constants}))
-    kept = copies.keep_plan(folder)
-    ledger.note(folder, "submitted", "78", site="test", plan=kept)
-    edit(folder, field, value)
-    shown = attempt.altered(folder, "78").split("\n")
-    assert (
-        shown[1].startswith(f"{field}: ")
-        and f" -> {value} (" in shown[1]
-        and words in shown[1]
-        and len(shown) == 3
-    )
-    (folder / f"submitted/{kept}.json").write_text((folder / "plan.json").read_text())
-    assert "is lost or damaged" in attempt.altered(folder, "78") and "`cp" not in attempt.altered(
-        folder, "78"
-    )
-    (folder / "plan.json").write_text(json.dumps(values | {"calibration": constants}))
-    assert attempt.altered(folder, "78") == ""
-    (folder / "plan.json").unlink()
-    assert attempt.altered(folder, "78").endswith("plan.json: no such file"), (
-        "which is not submitted as it is"
-    )

@@ -4,7 +4,6 @@ hostile values.
 
 import dataclasses
 import itertools
-import math
 import os
 import shlex
 import subprocess
@@ -318,29 +317,6 @@ def test_of_a_job_with_spares_as_many_nodes_train_as_were_planned(play: Play) ->
     assert (play.env["CUDA_LAUNCH_BLOCKING"], play.env["NCCL_DEBUG"]) == ("1", "INFO")
 
 
-def test_the_interactive_script_asks_for_the_same_nodes_with_a_shell(play: Play) -> None:
-    text = recorded("generic")["interactive-generic.sbatch"]
-    play.run(text, SLURM_JOB_ID="")
-    ((command, *options, shell, rcfile, path),) = play.calls
-    assert (command, shell, rcfile, path) == ("salloc", "bash", "--rcfile", "job.sbatch")
-    wanted = {name: value for name, value in directives(text).items() if name != "output"}
-    assert dict(option[2:].split("=", 1) for option in options) == wanted
-    play.log.unlink()
-    assert play.run(text.partition("if [[ $- != *i* ]]")[0] + "train") == 0
-    assert play.calls[-2:] == [[*SRUN[:2], "--wait=15"], torchrun(start=1)]
-
-
-@pytest.mark.parametrize("wish", [f.name for f in dataclasses.fields(JobRequest)])
-def test_every_wish_changes_a_script(wish: str) -> None:
-    """A wish that no template has a place for would be lost without a word."""
-    site, plan = sites.site("generic"), plan_for(sites.site("generic"))
-    changed = {"signal_s": 60, "exclude": "n1", "preflight": False, "launcher": "srun"}.get(
-        wish, getattr(EVERYTHING, wish)
-    )
-    one = dataclasses.replace(JobRequest(), **{wish: changed})
-    assert len({script.render("train", plan, site, r) for r in (JobRequest(), one)}) == 2
-
-
 HOSTILE = [
     *(
         "a b",
@@ -410,25 +386,6 @@ def test_a_hostile_label_is_refused_and_a_hostile_path_is_quoted_never_executed(
         ["bash", "-c", f'{line}; printf %s "$VENV"'], capture_output=True, text=True, cwd=tmp_path
     )
     assert (said.stdout, said.stderr, list(tmp_path.iterdir())) == (f"/venvs/{value}", "", [])
-
-
-@pytest.mark.parametrize(
-    ("limit", "seconds"),
-    [
-        *[
-            ("90", 5400),
-            ("90:30", 5430),
-            ("1:30:05", 5405),
-            ("2-0", 172800),
-            ("2-1:30", 178200),
-            ("2-1:30:05", 178205),
-        ],
-        *[("0", math.inf), ("UNLIMITED", math.inf), ("infinite", math.inf)],
-    ],
-)
-def test_a_time_limit_is_read_as_sbatch_reads_it(limit, seconds):
-    """man sbatch, --time."""
-    assert sites.seconds_of(limit) == seconds
 
 
 @pytest.mark.parametrize(

@@ -5,13 +5,11 @@ contradictions in one line.
 import os
 import shlex
 import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from support import plant_modules
 from test_script import directives, plan_for
 
 from trilane.slurm import script, sites
@@ -41,15 +39,6 @@ FREE = Site(
 
 def rendered(site: Site, **wishes: Any) -> str:
     return script.render("train", plan_for(site), site, JobRequest(**wishes))
-
-
-def test_every_further_option_of_a_site_is_one_directive() -> None:
-    found = directives(rendered(FREE))
-    wanted = {"gres": "gpu:a100:8", "mem": "0", "exclusive": "", "switches": "1@12:00:00"}
-    assert found.items() >= {**wanted, "licenses": "scratch"}.items()
-    assert "MASTER_ADDR=${TRAIN_HOSTS%%$'\\n'*}-ib\n" in rendered(replace(FREE, host_suffix="-ib"))
-    other = directives(rendered(replace(FREE, gpu_option="gpus-per-node")))
-    assert (other["gpus-per-node"], "gres" in other) == ("a100:8", False)
 
 
 BAD = [
@@ -192,47 +181,3 @@ def test_a_setup_line_that_fails_is_named_and_nothing_is_started(
         done.stderr.splitlines()[-1]
         == f"site mine: setup line 2 ended with exit code {code}: {line}"
     )
-
-
-def test_setup_lines_run_as_they_are_in_one_shell(tmp_path: Path) -> None:
-    """An unset variable, a comment, an open here-document and a definition are no failure, and
-    swallow nothing.
-    """
-    lines = (
-        "f() { FROM_SETUP=$1; }",
-        "f 'two words'  # so",
-        "echo $UNSET >/dev/null",
-        "cat <<END >/dev/null",
-        "cd . || exit",
-    )
-    done = prepared(replace(FREE, setup=lines), tmp_path)
-    assert (done.returncode, done.stdout) == (0, "started two words it's $HOME\n"), done.stderr
-
-
-def test_no_python_of_a_setup_line_runs_what_lies_in_the_run_folder(tmp_path: Path) -> None:
-    trace = plant_modules(tmp_path)
-    done = prepared(
-        replace(FREE, setup=(f"{shlex.quote(sys.executable)} -c 'import json'",)), tmp_path
-    )
-    assert done.returncode == 0 and not trace.exists(), done.stderr
-
-
-def test_a_setup_line_takes_no_job_out_of_its_folder_and_hides_no_failure(tmp_path: Path) -> None:
-    """As the files of vendors do: then `tee` after srun would turn each failure into success."""
-    site = replace(FREE, setup=("cd / && set +eu", "set +o pipefail"))
-    done = prepared(site, tmp_path, AFTER="pwd; false | true; echo went on")
-    assert (done.returncode, done.stdout.splitlines()[-1]) == (1, str(tmp_path)), done.stderr
-
-
-def test_a_shell_without_module_takes_it_from_the_sites_files_or_ends_in_one_line(
-    tmp_path: Path,
-) -> None:
-    site = replace(FREE, setup=(), modules=("cuda/12.6",))
-    (tmp_path / "init").mkdir()
-    (tmp_path / "init/bash").write_text('module() { echo "$UNSET$*"; }\nfalse\n')
-    for name in ("LMOD_PKG", "MODULESHOME"):
-        done = prepared(site, tmp_path, **{name: str(tmp_path)})
-        assert done.stdout.splitlines()[:2] == ["purge", "load cuda/12.6"], done.stderr
-    done = prepared(site, tmp_path)
-    assert done.returncode == 1 and len(done.stderr.splitlines()) == 1
-    assert done.stderr.startswith("modules=cuda/12.6: ") and "has no command module" in done.stderr

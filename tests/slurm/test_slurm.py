@@ -299,26 +299,6 @@ def test_two_links_on_1_and_2_nodes_follow_the_ramp_with_the_losses_of_one_run(
     assert len(joined) == 6 and joined == pytest.approx(alone(p, tmp_path), abs=1e-5)
 
 
-def test_the_nodes_of_a_running_job_are_shown_and_the_watcher_reports_its_death(
-    cluster: Cluster, tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
-    folder = sleeping(run_folder(tmp_path, plan("hanging", tmp_path.parent / "data")))
-    job = jobs.submit(folder, SITE, REQUEST)
-    wait_until(lambda: one(folder).state == "RUNNING", PATIENCE_S, "running")
-    assert main(["debug", "capture", str(folder), "--job", job, "--what", "hostfile"]) == 0
-    assert capsys.readouterr().out == "".join(
-        f"{host} slots=2\n" for host in client.hostnames(one(folder).nodes)
-    )
-    (line,) = jobs.watch([folder], every_s=0.2, seconds=1)
-    assert line.startswith(f"hanging: job {job} RUNNING jz-a100-[")
-    client.cancel([job])
-    wait_until(lambda: one(folder).state == "CANCELLED", 60, "cancelled")
-    said = list(jobs.watch([folder], every_s=0.2, seconds=60))
-    assert said == [
-        f"hanging: job {job} CANCELLED {one(folder).nodes}: DIED: cancelled SLURM: CANCELLED"
-    ]
-
-
 def test_without_the_controller_nothing_is_shown_submitted_or_cancelled(
     cluster: Cluster, site: str, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:

@@ -2,8 +2,6 @@
 
 import errno
 import os
-import subprocess
-import threading
 from pathlib import Path
 
 import pytest
@@ -14,7 +12,6 @@ from trilane.utils.files import (
     patient_text,
     read_text,
     replace_text,
-    set_aside,
 )
 
 
@@ -34,25 +31,6 @@ def test_what_cannot_be_replaced_stays_and_no_temporary_file_is_left(
     assert [path.name for path in tmp_path.iterdir()] == ["a"] and (
         tmp_path / "a"
     ).read_text() == "old"
-
-
-def kept(folder: Path) -> dict[str, str]:
-    return {path.name: path.read_text() for path in (folder / "earlier").iterdir()}
-
-
-def test_no_kept_version_takes_the_name_of_another(tmp_path: Path) -> None:
-    """Also where one was deleted, and where several are kept at one moment."""
-    for text in ("one", "two"):
-        (tmp_path / "x").write_text(text)
-        set_aside(tmp_path / "x")
-    (tmp_path / "earlier/x.1").unlink()
-    (tmp_path / "x").write_text("three")
-    threads = [threading.Thread(target=set_aside, args=(tmp_path / "x",)) for _ in range(16)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert kept(tmp_path) == {"x.2": "two", **{f"x.{number}": "three" for number in range(3, 19)}}
 
 
 @pytest.mark.parametrize(
@@ -104,26 +82,6 @@ def test_what_a_full_disk_refuses_is_written_in_order_once_there_is_room_and_rep
     assert len(notes) == 2 and "can be written again" in notes[1]
     with pytest.raises(OSError, match="No such file"):
         Appended(tmp_path / "gone/x", print).write(b"line")
-
-
-@pytest.mark.skipif(os.geteuid() != 0, reason="a small disk can be mounted by root alone")
-def test_half_a_line_that_still_fitted_is_taken_back(tmp_path: Path) -> None:
-    """write(2) on a disk that becomes full writes as many bytes as fit."""
-    if subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=16k", "none", str(tmp_path)], check=False
-    ).returncode:
-        pytest.skip("no disk can be mounted here")
-    try:
-        (tmp_path / "filler").write_bytes(b"x" * 8192)
-        file = Appended(tmp_path / "x")
-        file.write(b"one\n")
-        file.write(b"2" * 9000 + b"\n")
-        assert (tmp_path / "x").read_bytes() == b"one\n"
-        (tmp_path / "filler").unlink()
-        file.write(b"three\n")
-        assert (tmp_path / "x").read_bytes() == b"one\n" + b"2" * 9000 + b"\nthree\n"
-    finally:
-        subprocess.run(["umount", "-l", str(tmp_path)], check=True)
 
 
 def test_what_a_process_prints_on_a_full_disk_is_kept_for_later(tmp_path: Path) -> None:

@@ -1,6 +1,5 @@
 """Values of files become Markdown and HTML that show them, and nothing else."""
 
-import ast
 import dataclasses
 import json
 import math
@@ -8,10 +7,8 @@ from pathlib import Path
 
 import mistune
 import numpy as np
-import pandas as pd
 import pytest
 from markup import HOSTILE, Page, words
-from support import REPOSITORY
 
 from trilane.utils.numbers import amount, with_bounds
 from trilane.utils.tables import (
@@ -21,9 +18,7 @@ from trilane.utils.tables import (
     Text,
     as_json,
     frame_of,
-    middle,
     printable,
-    short,
     show,
 )
 
@@ -73,41 +68,6 @@ def test_a_value_in_html_is_its_text(value: str) -> None:
     assert not set(':"<>&?# ') & set(link.split('"')[1]), "a path below the page's folder"
 
 
-def test_markup_of_ours_stays_and_numbers_are_formatted() -> None:
-    inner = Text.of("**{:,.1f}**", 1234.5)
-    assert Text.of("{} of {} in {:code}: {:.1%}", inner, -3, "runs/a b", np.float64(0.25)) == (
-        "**1,234.5** of -3 in `runs/a b`: 25.0%"
-    )
-    assert Text.joined("\n- ", ["", "<b>", inner]) == "\n- &lt;b&gt;\n- **1,234.5**"
-    assert Html.of("{}{}", Html("<b>"), inner) == "<b>**1,234.5**"
-
-
-def test_a_table_has_decimals_as_needed_blanks_for_nothing_and_short_cells() -> None:
-    frame = pd.DataFrame(
-        {"x": [1.25, 1000.5, np.nan], "n": [1, 2, 3], "t": ["a", None, "b" * 5000]}
-    )
-    cells = Page(show(frame, digits=3)).text.split()
-    assert cells[:6] == ["xnt", "1.251a", "1,000.502", cells[3]][:3] + cells[3:6]
-    assert len(cells[3]) < 1100 and "nan" not in cells[3] and "None" not in cells
-    assert "<b>x</b>" in show({"t": [Html("<b>x</b>")]})
-
-
-@pytest.mark.parametrize(
-    ("values", "shown"),
-    [
-        ([1022334.7, 996.31], ["1,022,000", "996.3"]),
-        ([104.53, 92.386], ["104.53", "92.39"]),
-        ([1500.0, 2.0], ["1,500", "2"]),
-        ([0.0, math.inf, 250.12], ["0.0", "inf", "250.1"]),
-    ],
-)
-def test_numbers_of_a_table_have_four_significant_digits(
-    values: list[float], shown: list[str]
-) -> None:
-    cells = [cell.split("</td>")[0] for cell in show({"x": values}).split("<td>")[1:]]
-    assert cells == shown
-
-
 @pytest.mark.parametrize(
     ("numbers", "shown"),
     [
@@ -138,41 +98,6 @@ def test_what_controls_a_terminal_or_cannot_be_written_is_left_out(value: str) -
     for text in shown:
         assert text.encode() is not None and text == printable(text)
         assert json.loads(json.dumps(text)) == text
-
-
-def test_a_text_that_is_too_long_is_cut_at_a_word_a_name_in_its_middle() -> None:
-    assert [short("one two  three", most) for most in (13, 12, 9)] == [
-        "one two three",
-        "one two …",
-        "one two …",
-    ]
-    assert short("a" * 12, 10) == "a" * 8 + " …" and short("word " * 22) == ("word " * 22).strip()
-    assert [middle("abcdefghij", most) for most in (10, 9, 6)] == [
-        "abcdefghij",
-        "abcd…ghij",
-        "abc…ij",
-    ]
-    assert middle("a" * 38) == "a" * 38 and len(middle("a" * 39)) == 38
-
-
-def test_markup_is_made_of_templates_and_not_of_formatted_text() -> None:
-    """`Text(f"...{name}")` would take a name for markup; `Text.of("...{}", name)` does not."""
-    for path in sorted((REPOSITORY / "lib/trilane").rglob("*.py")):
-        source = path.read_text()
-        tree = ast.parse(source if "Text" in source or "Html" in source else "")
-        for call in (n for n in ast.walk(tree) if isinstance(n, ast.Call) and n.args):
-            named = (
-                call.func.value
-                if isinstance(call.func, ast.Attribute) and call.func.attr == "of"
-                else call.func
-            )
-            is_markup = (
-                isinstance(named, ast.Name)
-                and named.id in ("Text", "Html")
-                and path.name != "tables.py"
-            )
-            is_formatted = isinstance(call.args[0], ast.JoinedStr | ast.BinOp)
-            assert not (is_markup and is_formatted), f"{path}:{call.lineno}"
 
 
 def test_a_dataclass_shows_itself_as_json():

@@ -166,22 +166,3 @@ def test_a_manifest_whose_slices_lie_outside_their_file_or_tensor_is_damaged(
         else:
             with pytest.raises(ValueError, match="is damaged"):
                 checkpoints.read_manifest(tmp_path)
-
-
-@pytest.mark.parametrize(
-    "damage", [b"", b"\0" * 14, b"iter_00000", b"\xff\xfe", b"../../elsewhere", b"iter_0000090"]
-)
-def test_a_damaged_pointer_is_replaced_by_the_newest_complete_checkpoint(
-    damage: bytes, tmp_path: Path
-) -> None:
-    made(tmp_path, 20)
-    made(tmp_path, 30)
-    (tmp_path / "latest").write_bytes(damage)
-    assert checkpoints.latest(tmp_path) == tmp_path / "iter_0000030"
-    assert checkpoints.latest(tmp_path / "none") is None
-
-
-def test_the_checksum_of_a_file_is_that_of_its_bytes(tmp_path: Path) -> None:
-    """zlib's documentation: crc32 of "123456789" is 0xcbf43926, the check value of CRC-32."""
-    (tmp_path / "a").write_bytes(b"123456789")
-    assert checkpoints.digest(tmp_path / "a") == "crc32:cbf43926"

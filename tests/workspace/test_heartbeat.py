@@ -95,24 +95,6 @@ def test_no_other_run_start_or_node_on_the_same_machine_is_mixed_up(
     assert start_id(ENV) == start_id(ENV | {"SLURM_NODEID": "4"})
 
 
-def test_a_record_is_no_link_of_others_and_refused_where_others_have_its_name(
-    tmp_path: Path, base: Path
-) -> None:
-    """All users may write to the folder; a file of theirs cannot be removed, as little as a folder
-    here.
-    """
-    create_record(tmp_path, ENV, 0)
-    (path,) = base.iterdir()
-    path.unlink()
-    path.symlink_to(tmp_path / "aim")
-    create_record(tmp_path, ENV, 0)
-    assert not path.is_symlink() and not (tmp_path / "aim").exists()
-    path.unlink()
-    path.mkdir()
-    with pytest.raises(HostError, match=r"^heartbeat=.*: Is a directory; "):
-        create_record(tmp_path, ENV, 0)
-
-
 def test_a_node_whose_memory_is_full_ends_the_rank_with_one_line_that_leaves_nothing(
     tmp_path: Path, base: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -157,20 +139,6 @@ class Node:
         self.now += seconds
         self.stall.look()
         return self.stall.is_stalled(more_s)
-
-
-@pytest.mark.parametrize(
-    ("timeout_s", "step", "seconds"), [(200, 2, 200), (200, 1, 1000), (200, 0, 1000), (20, 1, 660)]
-)
-def test_a_rank_is_given_five_times_as_long_until_its_second_iteration(
-    timeout_s: float, step: int, seconds: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It compiles and builds samples in the first: five times the limit, and 660 s at least."""
-    node = Node(tmp_path, monkeypatch, timeout_s)
-    node.beat(0, step=step)
-    assert (
-        not node.stalls_after(seconds) and node.stalls_after(1) and not node.stalls_after(40, 45.0)
-    )
 
 
 def test_a_change_of_phase_is_progress_and_the_rank_without_is_named(

@@ -38,18 +38,6 @@ def test_the_last_whole_line_counts_and_what_is_cut_is_kept(tail: bytes, tmp_pat
     assert (tmp_path / "earlier/steps.jsonl.1").read_bytes() == WHOLE + tail
 
 
-def test_whole_steps_are_left_as_they_are_and_a_last_line_without_an_end_is_completed(
-    tmp_path: Path,
-) -> None:
-    path = tmp_path / "steps.jsonl"
-    path.write_bytes(WHOLE)
-    cut_steps(tmp_path, 5)
-    assert not (tmp_path / "earlier").exists()
-    path.write_bytes(WHOLE[:-1])
-    cut_steps(tmp_path, 5)
-    assert path.read_bytes() == WHOLE
-
-
 def test_an_attempt_that_goes_on_keeps_its_files_and_one_that_begins_again_moves_them(
     tmp_path: Path,
 ) -> None:

@@ -43,18 +43,6 @@ def test_a_damaged_status_is_named_in_one_line_and_counts_as_none(
     assert module.status_problem(tmp_path).startswith("status=")
 
 
-def test_each_ending_has_its_next_step_in_the_guide() -> None:
-    guide = (Path(__file__).parents[2] / "docs/guides/my-logs.md").read_text(encoding="utf-8")
-    table = guide.partition("## How a run ends")[2].partition("\n## ")[0]
-    ours = (
-        Status.NOT_SUBMITTED,
-        Status.WAITING,
-        Status.RUNNING,
-        Status.TIMEOUT,
-    )  # of jobs and our own limits
-    assert not [status for status in Status if f"`{status}`" not in table and status not in ours]
-
-
 def test_a_run_that_waits_runs_completed_or_stopped_has_not_failed() -> None:
     kinds = {
         status: (status.is_active, status.is_clean, status.exit_code)

@@ -7,7 +7,6 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from support import small_plan
 
-from trilane.cli.app import main
 from trilane.workspace import run_folder
 from trilane.workspace.run_folder import write_text
 from trilane.workspace.status import RunStatus, Status, write_status
@@ -81,21 +80,3 @@ def test_each_of_two_new_studies_made_at_once_has_its_own_folder(outputs):
         ValueError, match=r"^study=s: has no plans.json yet; run 02_topology first$"
     ):
         Study("s").load("plans.json", "02_topology")
-
-
-def test_the_cluster_local_is_this_machine_for_a_command(outputs, capsys):
-    """It was one for notebooks alone. Measured before, here, since that takes seconds."""
-    words = [
-        "plan",
-        "search",
-        "--shape",
-        "6,64,4,32,384",
-        "--gpus",
-        "2",
-        "--gbs",
-        "8",
-        "--cluster",
-        "local",
-        "--json",
-    ]
-    assert main(words) in (0, 1) and "cluster=local" not in capsys.readouterr().err
