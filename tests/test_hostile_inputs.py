@@ -167,8 +167,8 @@ READERS = (
     ),
     "plan calendar plan.json --tokens 1e9 --risks X",
     *(
-        "slurm sweep create X new --site generic",
-        "slurm chain create X new --site generic",
+        "slurm sweep X new --site generic",
+        "slurm chain X new --site generic",
         "train X",
         "plan backtest X",
     ),
@@ -265,7 +265,7 @@ def test_a_plan_that_cannot_be_is_refused_by_name(
 
 GOOD = json.dumps(small_plan().to_json())
 ARGUMENTS = "convert megatron --read X --cluster h200"
-SCRIPT, SWEEP = "slurm script plan.json --site generic", "slurm sweep create X new --site generic"
+SCRIPT, SWEEP = "slurm script plan.json --site generic", "slurm sweep X new --site generic"
 SEARCH = "plan search --shape 6,64,4,32,384 --gpus 8 --gbs 8"
 CHAIN = "slurm submit folder --site generic"  # of the file folder/chain.json
 # a command, of which X is a file, and what that holds
@@ -303,7 +303,7 @@ CASES: dict[str, tuple[str, Any]] = {
     "endless time": (f"{SCRIPT} --time-limit {'9' * 5000}:00:00", ""),
     "site": ("slurm script plan.json --site 'generic\x1b[2J'", ""),
     "template": (f"{SCRIPT} --template ../parts/directives", ""),
-    "stages": (f"slurm chain create plan.json new --site generic --stages {'9' * 5000}:1:1", ""),
+    "stages": (f"slurm chain plan.json new --site generic --stages {'9' * 5000}:1:1", ""),
     "shape": (f"plan show --cluster h200 --gbs 8 --shape {'9' * 5000},1,1,1,1", ""),
     "tokens": (f"plan calendar plan.json --tokens {'9' * 5000}T", ""),
     "cluster": ("plan show --shape 6,64,4,32,384 --gbs 8 --cluster ../../etc/passwd", ""),

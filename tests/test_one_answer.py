@@ -292,7 +292,7 @@ def test_a_plan_keeps_the_constants_that_predicted_it(
     )
     other = dataclasses.replace(measured, card="H100-80GB", cluster="dgx-h100")
     path.write_text(json.dumps(to_json(other)))
-    for command in ("plan show found.json", "slurm chain create found.json other --site generic"):
+    for command in ("plan show found.json", "slurm chain found.json other --site generic"):
         assert main([*command.split(), "--calibration", "uni"]) == 2
         assert capsys.readouterr().err.startswith(
             "trilane: calibration=uni: is of H100-80GB, but "

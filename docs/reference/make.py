@@ -4,45 +4,16 @@ import dataclasses
 import importlib
 import json
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import click
-
-from trilane.cli.app import root
-
 
 def current(page: Path) -> str:
-    """A page with its tables of fields, or the help of every command below its introduction, made
-    anew.
-    """
-    text = page.read_text(encoding="utf-8")
-    if page.stem != "commands":
-        return with_tables(text)
-    settings = {**root.context_settings, "terminal_width": 100}
-    helps = sections(root, click.Context(root, info_name="trilane", **settings))
-    return "\n".join([text.partition("\n## trilane\n")[0], *helps])
-
-
-def sections(command: click.Command, context: click.Context) -> Iterator[str]:
-    """The help of a command, and of those below it."""
-    depth = len(context.command_path.split())
-    yield f"{'#' * min(depth + 1, 4)} {context.command_path}\n\n```text\n{command.get_help(context)}\n```\n"
-    if isinstance(command, click.Group):
-        for name in command.list_commands(context):
-            below = command.get_command(context, name)
-            assert below is not None
-            yield from sections(
-                below, click.Context(below, info_name=name, parent=context, terminal_width=100)
-            )
-
-
-def with_tables(page: str) -> str:
     """A page of the reference with its tables made of the fields; those without words of their own
     stay.
     """
-    return re.sub(r"(?ms)^(## `([\w.]+)`\n.*?^)(\| field \|.*?)(?=^\n|\Z)", _section, page)
+    text = page.read_text(encoding="utf-8")
+    return re.sub(r"(?ms)^(## `([\w.]+)`\n.*?^)(\| field \|.*?)(?=^\n|\Z)", _section, text)
 
 
 def _section(found: re.Match[str]) -> str:

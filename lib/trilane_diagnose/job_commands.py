@@ -5,7 +5,7 @@ import itertools
 import sys
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import Any
 
 from trilane.cli.app import Answer, Group, command, note
 from trilane.config.options import option
@@ -15,7 +15,9 @@ from trilane_diagnose import node_test
 from trilane_diagnose import nodes as nodes_of_job
 
 GROUP = Group(
-    "job", help="For the job scripts: may this attempt begin, on which nodes, and how did it end."
+    "job",
+    hidden=True,
+    help="For the job scripts: may this attempt begin, on which nodes, and how did it end.",
 )
 TEST = option(False, "test the nodes first, by steps of srun with the arguments SRUN", name="test")
 GPUS = option(0, "GPUs of a node that the test is to use; 0: a core", minimum=0)
@@ -31,7 +33,7 @@ def begin(folder: Path) -> Answer:
 @command(GROUP)
 def end(
     folder: Path,
-    *srun: Annotated[str, None],
+    *srun: Any,
     code: int = option(0, "the training's exit code", minimum=-255, maximum=255),
     tests: bool = TEST,
     gpus: int = GPUS,
@@ -50,7 +52,7 @@ def end(
 @command(GROUP)
 def nodes(
     folder: Path,
-    *srun: Annotated[str, None],
+    *srun: Any,
     count: int = option(help="nodes that train", minimum=1),
     tests: bool = TEST,
     gpus: int = GPUS,

@@ -92,7 +92,6 @@ def test_text_of_a_log_is_no_markup(folder):
             ["table", "empty"],
             "folder=empty: holds no run: neither plan.json with run.log, nor a training log",
         ),
-        (["table", "empty", "--csv", "--json"], "table=empty: choose one of --csv and --json"),
         (["table", "empty", "--sort", "datte"], f"sort=datte: did you mean date? known: {NAMES}"),
         (["parse", "none.log"], "log=none.log: no such file"),
         (["parse"], "logs=missing: is required"),

@@ -94,7 +94,7 @@ def test_the_command_compares_logs(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["a"], "--with=missing: needs a value"),
+        (["a"], "with=missing: is required"),
         (["none", "--with", "a"], "log=none: no such file"),
         (["a", "--with", "a", "--confidence", "2"], "confidence=2.0: must lie between 0.5 and 1"),
         (["a", "--with", "end"], "B=no run: of these has a time of an iteration"),

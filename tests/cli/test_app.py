@@ -5,7 +5,9 @@ import sys
 
 import pytest
 
-from trilane.cli.app import GROUPS, main, root
+from trilane.cli.app import GROUPS, Group, main, root
+
+MOST_COMMANDS = 38  # that help shows
 
 
 def trilane(*words: str) -> subprocess.CompletedProcess:
@@ -14,9 +16,20 @@ def trilane(*words: str) -> subprocess.CompletedProcess:
     )
 
 
+def shown_commands() -> list[list[str]]:
+    """The words of every group and command that help shows."""
+    commands = []
+    for name in GROUPS:
+        group = root.get_command(None, name)
+        commands.append([name])
+        if isinstance(group, Group):
+            commands += [[name, each] for each, _ in group.described()]
+    return commands
+
+
 def test_bad_input_ends_a_process_with_one_line():
-    done = trilane("train", "a", "b")
-    assert (done.returncode, done.stderr) == (2, "trilane: argument=b: is one too many\n")
+    done = trilane("train")
+    assert (done.returncode, done.stderr) == (2, "trilane: plan=missing: is required\n")
 
 
 def test_a_closed_output_is_no_error():
@@ -33,11 +46,16 @@ def test_without_a_group_all_are_listed():
     assert set(GROUPS) <= set(done.stderr.split())
 
 
+def test_help_shows_few_commands_and_not_those_of_job_scripts():
+    groups = [words[0] for words in shown_commands() if len(words) == 2]
+    commands = [words for words in shown_commands() if len(words) == 2 or words[0] not in groups]
+    assert len(commands) < MOST_COMMANDS
+    assert ["slurm", "job"] not in commands
+    assert {"begin", "end", "guard"} <= {*root.get_command(None, "slurm").commands["job"].commands}
+
+
 def test_h_is_help_of_every_group_and_command(capsys: pytest.CaptureFixture):
-    groups = [(name, root.get_command(None, name)) for name in GROUPS]
-    lines = [[], *([name] for name in GROUPS)]
-    lines += [[name, each] for name, group in groups for each in getattr(group, "commands", ())]
-    for words in lines:
+    for words in [[], ["slurm", "job"], *shown_commands()]:
         shown = [(main([*words, flag]), capsys.readouterr().out) for flag in ("-h", "--help")]
         assert shown[0] == shown[1] and shown[0][0] == 0 and "-h, --help" in shown[0][1]
 

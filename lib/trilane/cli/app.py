@@ -1,39 +1,37 @@
-"""The command `trilane`: its groups, loaded when asked for, and how errors leave it: one line and
+"""The command `trilane`: its groups, imported when asked for, and how errors leave it: one line and
 an exit code.
 
-A command is made of a function: a parameter without default is an argument, one with a declared
-field is an option. Fields are declared as those of dataclasses are (config/options.py). A dataclass
-as type gives an option for each of its fields; so does `**given: Annotated[Any, SizeRequest,
-Topology | None]`, where `| None` hands on only what is given.
+A command is made of a function. A parameter without default is an argument; one whose default is
+declared by config.options.option() is an option. A dataclass as type gives an option for each of
+its fields; `**given: Annotated[Any, SizeRequest]` and `choices: Annotated[dict[str, Any],
+Topology]` take what was given of them.
 """
 
-import contextlib
 import dataclasses
 import inspect
 import json
 import os
-import re
 import sys
-import types
 import typing
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from importlib import import_module, metadata
+from collections.abc import Callable, Iterable, Sequence
+from importlib import import_module
 from pathlib import Path
+from types import NoneType
 from typing import Any
 
 import click
-from click.exceptions import Exit, NoArgsIsHelpError
+from click.exceptions import Exit, NoArgsIsHelpError, NoSuchCommand
 
 import trilane
 from trilane.config.options import check_value, option
-from trilane.utils import validation
 from trilane.utils.hooks import hook
 from trilane.utils.process import install_command
 from trilane.utils.tables import one_line, printable
+from trilane.utils.validation import parse_count, require, require_known, shown
 
 GROUPS = {
     "run": "execute one notebook of a study, or all in order",
-    "plan": "sizes, topologies, one plan in full, dates and risks, the cost model against measurements",
+    "plan": "sizes, topologies, one plan in full, dates and risks, predictions against measurements",
     "calibrate": "the constants of predictions, fitted to your own runs",
     "train": "train a plan on this machine",
     "measure": "this machine or cluster, the speed of a plan, the equality of the engines",
@@ -42,59 +40,70 @@ GROUPS = {
     "logs": "training logs: parse, tabulate, compare, find loss spikes",
     "debug": "hangs, slow nodes, bad restarts",
 }
+YES_OR_NO = ("no", "yes")
 
 
 class Group(click.Group):
-    """Commands in the order of their definition; an unknown name is answered with the nearest or
-    the new one.
-    """
-
-    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        with formatter.section("Commands"):
-            formatter.write_dl(
-                [(name, c.get_short_help_str(limit=200)) for name, c in self.commands.items()]
-            )
+    """Commands in the order of their definition."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(self.commands)
 
-    def resolve_command(self, ctx: click.Context, args: list[str]) -> Any:
-        """The command that the first word names; ValueError for an unknown one."""
-        name, known = args[0], self.list_commands(ctx)
-        if name not in known:
-            if name.startswith("-"):
-                raise click.NoSuchOption(name, ctx=ctx)
-            validation.require_known("command", name, known)
-        return super().resolve_command(ctx, args)
+    def described(self) -> list[tuple[str, str]]:
+        """Each command that help shows, with the first sentence of its own."""
+        commands = self.commands.items()
+        return [(name, c.get_short_help_str(limit=200)) for name, c in commands if not c.hidden]
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl(self.described())
+
+
+class Root(Group):
+    """The groups and commands of GROUPS, each imported when it is asked for."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(GROUPS)
+
+    def described(self) -> list[tuple[str, str]]:
+        return list(GROUPS.items())
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in GROUPS:
+            return None
+        if cmd_name == "debug":
+            return hook("debug")
+        module = "run" if cmd_name in ("calibrate", "train", "measure") else cmd_name
+        return getattr(import_module(f"trilane.cli.{module}"), cmd_name)
 
 
 @dataclasses.dataclass(frozen=True)
 class Answer:
-    """What a command prints: `values` with --json, else `text`; without one always the values."""
+    """What a command prints: `values` with --json or without a text, else `text`; and its exit
+    code.
+    """
 
-    values: Any
+    values: Any = None
     text: str | None = None
-    failed: object = False
+    code: int = 0
 
     @classmethod
     def of(cls, found: Any, failed: object = False) -> "Answer":
-        """The answer of what has to_json() and to_text()."""
-        return cls(found.to_json(), found.to_text(), failed)
+        """The answer of what has to_json() and to_text(); exit code 1 where it `failed`."""
+        return cls(found.to_json(), found.to_text(), int(bool(failed)))
 
     @classmethod
     def lines(cls, name: str, text: str) -> "Answer":
         """A text, whose lines are a list of that name in JSON."""
-        return cls({name: text.splitlines()}, text.removesuffix("\n"))
+        return cls({name: text.splitlines()}, text)
 
     def show(self, as_json: bool) -> int:
-        """Print it; the exit code, 1 where something failed or was found."""
-        is_json = as_json or self.text is None
-        print(
-            json.dumps(self.values, indent=1, allow_nan=False)
-            if is_json
-            else printable(self.text or "")
-        )
-        return 1 if self.failed else 0
+        """Print it; the exit code."""
+        if self.text is not None and not as_json:
+            print(printable(self.text).removesuffix("\n"))
+        elif self.values is not None:
+            print(json.dumps(self.values, indent=1, allow_nan=False))
+        return self.code
 
 
 def note(lines: Iterable[str], label: str = "trilane: ") -> None:
@@ -109,170 +118,141 @@ class Typed(click.ParamType):
     """
 
     def __init__(self, kind: Any, facts: Any) -> None:
-        self.kind = kind if kind in (int, float, bool, Path) else str
-        self.name, self.facts = {int: "integer", float: "number"}.get(self.kind, "text"), facts
-        self.words = ("no", "yes") if kind is bool else facts.get("choices", ())
+        self.kind = kind
+        self.facts = facts
+        self.name = {int: "integer", float: "number"}.get(kind, "text")
+        self.words = YES_OR_NO if kind is bool else facts.get("choices", ())
 
     def get_metavar(self, param: click.Parameter, ctx: click.Context) -> str | None:
         return f"[{'|'.join(self.words)}]" if self.words else None
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        name = self.facts.get("name", param.name if param else "")
         if "read" in self.facts:
             return self.facts["read"](value)
-        name, made = self.facts.get("name", param.name if param else ""), value
-        # Path("") is the current folder, which nobody means by an empty variable of a shell
-        validation.require(self.kind is not Path or value != "", name, repr(value), "is empty")
+        if self.words:
+            require_known(name, value, self.words)
+        if self.kind is bool:
+            return value == "yes"
+        if self.kind is Path:
+            # Path("") is the current folder, which nobody means by an empty variable of a shell
+            require(value != "", name, repr(value), "is empty")
+            return Path(value)
+        if self.kind not in (int, float):
+            return value
         try:
-            is_count = (
-                self.kind is float and str(value)[-1:] in "KMBTkmbt"
-            )  # 40B, as people write numbers
-            made = (
-                validation.parse_count("", value)
-                if is_count
-                else value
-                if self.kind is bool
-                else self.kind(value)
-            )
+            number = self.kind(value)
         except ValueError:
-            pass  # no number: the rule names it
-        if self.words or self.kind in (int, float):
-            check_value(
-                name, made, self.kind is int, {"choices": self.words} if self.words else self.facts
-            )
-        return made == "yes" if self.kind is bool else made
+            # 40B, as people write numbers
+            is_count = self.kind is float and value[-1:].isalpha()
+            number = parse_count(name, value) if is_count else value
+        check_value(name, number, self.kind is int, self.facts)
+        return number
 
 
-def declared(p: inspect.Parameter, hint: Any) -> Iterator[tuple[Any, click.Parameter]]:
-    """The default, ... for none, and the parameter of click for each name that a command's
-    parameter stands for.
-    """
-    field = option(argument="") if p.default is p.empty else p.default
-    word, is_needed = field.metadata.get("argument"), field.default is dataclasses.MISSING
-    kind = Typed(_kind(hint), field.metadata)
+def parameters_of(p: inspect.Parameter, hint: Any) -> list[click.Parameter]:
+    """What a parameter of a command is on the command line."""
     if p.kind is p.VAR_POSITIONAL:
-        yield (), click.Argument([p.name], nargs=-1, required=not _may_miss(hint), type=kind)
-    elif p.kind is p.VAR_KEYWORD or (p.default is p.empty and dataclasses.is_dataclass(hint)):
-        for source in typing.get_args(hint)[1:] or [hint]:
-            is_open = _may_miss(source)
-            for f in (f for f in dataclasses.fields(_kind(source)) if f.metadata.get("cli", True)):
-                yield ... if is_open else f.default, _option(f.name, f.type, f, is_open)
-    elif word is not None:
-        argument = click.Argument([p.name], required=is_needed, type=kind, metavar=word or None)
-        yield ... if is_needed else field.default, argument
-    else:
-        yield field.default, _option(p.name, hint, field)
+        return [click.Argument([p.name], nargs=-1, required=hint is not Any, type=Typed(hint, {}))]
+    source = typing.get_args(hint)[1] if typing.get_origin(hint) is typing.Annotated else hint
+    if dataclasses.is_dataclass(source) and p.default is p.empty:
+        fields = [f for f in dataclasses.fields(source) if f.metadata.get("cli", True)]
+        return [_option(f.name, f.type, f, _is_open(p, hint)) for f in fields]
+    field = option(argument=None) if p.default is p.empty else p.default
+    if "argument" not in field.metadata:
+        return [_option(p.name, hint, field)]
+    kind = Typed(_kind(hint), field.metadata)
+    required = field.default is dataclasses.MISSING
+    metavar = field.metadata["argument"]
+    return [click.Argument([p.name], required=required, type=kind, metavar=metavar)]
 
 
-def _option(name: str, hint: Any, field: Any, is_open: bool = False) -> click.Option:
-    """The option of a field; one that `is_open` has neither default nor need to be given."""
-    facts, is_list = field.metadata, typing.get_origin(hint) is tuple
-    flag = f"--{facts.get('name', name).replace('_', '-')}"
-    is_needed = field.default is dataclasses.MISSING and not is_open
-    default = None if is_open or is_needed or callable(field.default) else field.default or None
-    shown = f"{default:g}" if isinstance(default, float) else default is not None
-    settings: dict[str, Any] = {"help": facts["help"], "show_default": shown}
-    settings |= (
-        {"default": default} if default is not None else {}
-    )  # click takes a None for a value
-    if hint is bool and not is_open:
-        settings["is_flag"] = True
-        flag += f"/--no-{flag[2:]}" * bool(field.default)
-    else:
-        kind = Typed(typing.get_args(hint)[0] if is_list else _kind(hint), facts)
-        settings |= {
-            "type": kind,
-            "metavar": facts.get("metavar"),
-            "multiple": is_list,
-            "nargs": facts.get("nargs", 1),
-        }
-    return click.Option(
-        [*filter(None, [facts.get("short")]), flag, name], required=is_needed, **settings
-    )
-
-
-def _may_miss(hint: Any) -> bool:
-    return bool({None, types.NoneType} & {*typing.get_args(hint)})
+def _is_open(p: inspect.Parameter, hint: Any) -> bool:
+    """Whether the parameter takes what was given of a dataclass's fields as a dictionary."""
+    return typing.get_origin(hint) is typing.Annotated and p.kind is not p.VAR_KEYWORD
 
 
 def _kind(hint: Any) -> Any:
-    return typing.get_args(hint)[0] if _may_miss(hint) else hint
+    """The class of one value: int of `int | None`, str of tuple[str, ...]."""
+    kinds = typing.get_args(hint)
+    if typing.get_origin(hint) is tuple or NoneType in kinds:
+        return kinds[0]
+    return hint
+
+
+def _option(name: str, hint: Any, field: Any, is_open: bool = False) -> click.Option:
+    """The option of a field; one that `is_open` has no default and need not be given."""
+    facts = field.metadata
+    flag = f"--{facts.get('name', name).replace('_', '-')}"
+    settings: dict[str, Any] = {"help": facts["help"]}
+    if hint is bool and not is_open:
+        settings["is_flag"] = True
+        settings["default"] = field.default
+        flag += f"/--no-{flag[2:]}" if field.default else ""
+    else:
+        settings["type"] = Typed(_kind(hint), facts)
+        settings["metavar"] = facts.get("metavar")
+        settings["multiple"] = typing.get_origin(hint) is tuple
+        settings["nargs"] = facts.get("nargs", 1)
+        settings["required"] = field.default is dataclasses.MISSING and not is_open
+        if isinstance(field.default, int | float | str) and field.default and not is_open:
+            default = field.default
+            text = f"{default:g}" if isinstance(default, float) else default
+            settings["help"] += f"  [default: {text}]"
+    names = [flag, name]
+    if "short" in facts:
+        names.insert(0, facts["short"])
+    return click.Option(names, **settings)
 
 
 def command(
-    group: click.Group, name: str = "", cls: type[click.Command] = click.Command
-) -> Callable[[Callable], Any]:
-    """Add a function to the group as a command with --json; its Answer is printed, an int is the
+    group: click.Group | None, name: str = "", cls: type[click.Command] = click.Command
+) -> Callable[[Callable], click.Command]:
+    """Make a function a command of the group, with --json where it returns an Answer; an int is the
     exit code.
-
-    A function that returns None or an int has no --json, unless it has a parameter `as_json`.
     """
 
-    def add(function: Callable) -> Callable:
-        signature, hints = (
-            inspect.signature(function),
-            typing.get_type_hints(function, include_extras=True),
-        )
-        known = dict[str, tuple[str, Any, click.Parameter]]()
-        for p in (p for p in signature.parameters.values() if p.name != "as_json"):
-            for default, made in declared(p, hints[p.name]):
-                known.setdefault(
-                    str(made.name), (p.name, default, made)
-                )  # a keyword goes before a field of that name
-        shown: list[click.Parameter] = [made for *_, made in known.values()]
-        takes_json = "as_json" in signature.parameters
-        if takes_json or signature.return_annotation not in (None, int):
+    def add(function: Callable) -> click.Command:
+        hints = typing.get_type_hints(function, include_extras=True)
+        parameters = [
+            p for p in inspect.signature(function).parameters.values() if p.name != "as_json"
+        ]
+        # of options with one name the first counts: those of a dictionary come last
+        parameters.sort(key=lambda p: _is_open(p, hints[p.name]))
+        takers = dict[str, inspect.Parameter]()  # what each option is for
+        shown = list[click.Parameter]()
+        for p in parameters:
+            for one in parameters_of(p, hints[p.name]):
+                if one.name not in takers:
+                    takers[str(one.name)] = p
+                    shown.append(one)
+        if "as_json" in hints or hints["return"] not in (NoneType, int):
             shown.append(click.Option(["--json", "as_json"], is_flag=True, help="print JSON"))
 
         def run(as_json: bool = False, **given: Any) -> int:
-            extra = click.get_current_context().args
-            validation.require(not extra, "argument", next(iter(extra), ""), "is one too many")
-            words, keywords = (), dict[str, Any]({"as_json": as_json} if takes_json else {})
-            for p in signature.parameters.values():
-                own = {
-                    n: d if given[n] is None else given[n]
-                    for n, (taker, d, _) in known.items()
-                    if taker == p.name
-                }
+            words: Sequence[Any] = ()
+            keywords: dict[str, Any] = {"as_json": as_json} if "as_json" in hints else {}
+            for p in parameters:
+                values = {n: v for n, v in given.items() if takers[n] is p and v is not None}
                 if p.kind is p.VAR_POSITIONAL:
-                    words = own[p.name]
+                    words = values[p.name]
                 elif p.kind is p.VAR_KEYWORD:
-                    keywords |= {n: v for n, v in own.items() if v is not ...}
-                elif own:
-                    keywords[p.name] = own[p.name] if p.name in own else p.annotation(**own)
+                    keywords |= values
+                elif p.name in given:
+                    keywords[p.name] = values[p.name] if values else p.default.default
+                else:
+                    is_dict = _is_open(p, hints[p.name])
+                    keywords[p.name] = values if is_dict else hints[p.name](**values)
             answer = function(*words, **keywords)
             return answer.show(as_json) if isinstance(answer, Answer) else answer
 
-        settings: Any = {"callback": run, "params": shown, "help": inspect.getdoc(function)}
-        group.add_command(
-            cls(name or function.__name__, context_settings={"allow_extra_args": True}, **settings)
-        )
-        return function
+        help = inspect.getdoc(function)
+        made = cls(name or function.__name__, callback=run, params=shown, help=help)
+        if group is not None:
+            group.add_command(made)
+        return made
 
     return add
-
-
-class Root(Group):
-    """The groups of GROUPS, each in the module of its name; `calibrate`, `train` and `measure` are
-    next to `run`.
-    """
-
-    def list_commands(self, ctx: click.Context) -> list[str]:
-        return list(GROUPS)
-
-    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        if cmd_name not in GROUPS:
-            return None
-        if cmd_name == "debug":
-            return hook("debug")
-        alone = ("run", "calibrate", "train")
-        module = import_module(
-            f"trilane.cli.{'run' if cmd_name in (*alone, 'measure') else cmd_name}"
-        )
-        return module.ROOT.commands[cmd_name] if cmd_name in alone else module.GROUP
-
-    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        with formatter.section("Commands"):
-            formatter.write_dl(list(GROUPS.items()))
 
 
 @click.group(
@@ -300,68 +280,39 @@ def main(argv: Sequence[str] | None = None) -> int:
         click.echo(error.message, err=True)
         return 2
     except BrokenPipeError:  # the reader, such as `head`, has ended
-        os.dup2(
-            os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno()
-        )  # or Python reports an error at its exit
+        # or Python reports an error at its exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     except (ValueError, OSError, click.ClickException) as error:
-        print("trilane:", validation.shown(message(error), 1000), file=sys.stderr)
+        print("trilane:", shown(message(error), 1000), file=sys.stderr)
         # 75 where SLURM does not answer
-        return int(getattr(error, "exit_code", 2)) if isinstance(error, ValueError) else 2
+        return int(getattr(error, "exit_code", 2))
     except ModuleNotFoundError as error:
-        if not (extra := extra_of(error.name or "")):
+        if (error.name or "").startswith("trilane"):
             raise
-        print(
-            f"trilane: {error.name}=missing: is installed by {install_command(extra)}",
-            file=sys.stderr,
-        )
+        # what the command itself imports is installed with it, but for notebooks
+        line = f"{error.name}=missing: is installed by {install_command('notebooks')}"
+        print("trilane:", line, file=sys.stderr)
         return 2
     except (KeyboardInterrupt, click.Abort):
         print("trilane: interrupted; what was written so far stays readable", file=sys.stderr)
         return 130
 
 
-def extra_of(module: str) -> str:
-    """The extra of this installation that brings a module; "" where none does."""
-    lines: Sequence[str] = ()
-    package = (
-        {"PIL": "pillow"}.get(module.partition(".")[0], module.partition(".")[0])
-        .lower()
-        .replace("_", "-")
-    )
-    with contextlib.suppress(metadata.PackageNotFoundError):  # a copy of the code in a run folder
-        lines = metadata.requires("trilane") or []
-    for line in lines:
-        if found := re.match(
-            rf"{re.escape(package)}\b[^;]*;.*extra == ['\"](\w+)", line.lower().replace("_", "-")
-        ):
-            return found[1]
-    return ""
-
-
 def message(error: Exception) -> str:
     """The error as `field=value: the rule`."""
-    try:
-        match error:
-            case click.NoSuchOption(option_name=name, ctx=click.Context() as context):
-                options = [
-                    o
-                    for p in context.command.get_params(context)
-                    for o in p.opts
-                    if o.startswith("-")
-                ]
-                validation.require_known("option", name, options)
-            case (
-                click.MissingParameter(param=click.Option(opts=[name, *_]))
-                | click.BadOptionUsage(option_name=name)
-            ):
-                return f"{name}=missing: needs a value"
-            case click.MissingParameter(param=click.Parameter(name=name)):
-                return f"{name}=missing: is required"
-            case click.ClickException():
-                return error.format_message()
-            case OSError(filename=str() as name, strerror=str() as reason):
-                return f"file={name}: {reason}"
-    except ValueError as known:
-        return str(known)
+    match error:
+        case NoSuchCommand(command_name=name, ctx=click.Context(command=Group() as group) as at):
+            try:
+                require_known("command", name, group.list_commands(at))
+            except ValueError as unknown:
+                return str(unknown)
+        case click.BadOptionUsage(option_name=name):
+            return f"{name.lstrip('-')}=missing: needs a value"
+        case click.MissingParameter(param=click.Parameter(opts=[name, *_])):
+            return f"{name.lstrip('-')}=missing: is required"
+        case click.UsageError(ctx=click.Context(command_path=path)):
+            return f"command={path}: {error.format_message()}"
+        case OSError(filename=str() as name, strerror=str() as reason):
+            return f"file={name}: {reason}"
     return str(error)

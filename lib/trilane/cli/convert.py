@@ -2,9 +2,10 @@
 for transformers.
 """
 
+import json
 from pathlib import Path
 
-from trilane.cli.app import Answer, Group, command, note
+from trilane.cli.app import GROUPS, Answer, Group, command, note
 from trilane.config.options import option
 from trilane.config.plan import read_plan
 from trilane.interop.deepspeed_config import deepspeed_config
@@ -16,23 +17,20 @@ from trilane.utils.process import python, replace_by
 from trilane.utils.validation import read_text, require
 from trilane.workspace.study import load_cluster
 
-GROUP = Group(
-    "convert",
-    help="Convert plans to and from DeepSpeed and Megatron-LM, and checkpoints to Hugging Face.",
-)
+convert = Group("convert", help=GROUPS["convert"])
 
 
-@command(GROUP)
+@command(convert)
 def deepspeed(plan: Path) -> Answer:
     """Print PLAN as DeepSpeed's JSON; `diff` of it and your own shows misspelt keys, too, which
     DeepSpeed ignores.
     """
-    given = read_plan(str(plan))
+    given = read_plan(plan)
     require(given.engine != "megatron", "engine", given.engine, "takes no DeepSpeed JSON")
     return Answer(deepspeed_config(given, compiler=True))
 
 
-@command(GROUP)
+@command(convert)
 def megatron(
     plan: Path | None = option(None, argument="[PLAN]"),
     prepare: bool = option(False, "prepare the corpus, and name its .bin/.idx pairs"),
@@ -44,37 +42,32 @@ def megatron(
     vocab_size: int = option(
         0, "for --read, where the text names none; padded if tp asks for it", minimum=1
     ),
-    as_json: bool = False,
 ) -> Answer:
     """Print PLAN as Megatron-LM's arguments; or with --read the plan that those, or
     Megatron-DeepSpeed's, mean.
 
     What the plan cannot hold goes to stderr.
     """
-    require(
-        (plan is None) != (read is None),
-        "plan",
-        plan or "missing",
-        "give either a plan, or --read FILE",
-    )
-    if read is None:
-        given = read_plan(str(plan))
-        arguments = megatron_args(given, prepare_data(Path(str(plan))) if prepare else ())
+    if plan and not read:
+        given = read_plan(plan)
         environment = megatron_environment(given)
-        both = {"environment": environment, "arguments": arguments}
-        return Answer(both, megatron_text(arguments, environment))
+        arguments = megatron_args(given, prepare_data(plan) if prepare else ())
+        values = {"environment": environment, "arguments": arguments}
+        return Answer(values, megatron_text(arguments, environment))
+    if not read or plan:
+        require(False, "plan", plan or "missing", "give either a plan, or --read FILE")
+    assert read
     require(bool(cluster), "cluster", "missing", "--read needs the cluster that the plan is for")
     words = read_arguments(read_text(read, "read", MOST_BYTES, "replace"))
-    parsed = parse_plan(
-        words, cluster=load_cluster(cluster), label=read.stem, gpus=gpus, vocab_size=vocab_size
-    )
+    machine = load_cluster(cluster)
+    parsed = parse_plan(words, cluster=machine, label=read.stem, gpus=gpus, vocab_size=vocab_size)
     note(parsed.notes)
-    found = parsed.plan.to_json()
-    left = {"ignored": parsed.ignored, "unknown": parsed.unknown, "differs": parsed.differs}
-    return Answer({"plan": found, **left} if as_json else found)
+    values = {"plan": parsed.plan.to_json(), "ignored": parsed.ignored}
+    values |= {"unknown": parsed.unknown, "differs": parsed.differs}
+    return Answer(values, json.dumps(values["plan"], indent=1))
 
 
-@command(GROUP)
+@command(convert)
 def huggingface(
     source: Path,
     out: Path,
@@ -90,11 +83,11 @@ def huggingface(
 
     It is a GPT-2, BLOOM, Llama or Qwen 2, by the shape.
     """
-    given = [str(source), str(out), str(vocab_size), tokenizer]
-    replace_by(python("-m", "trilane_engine.checkpoint.huggingface", *given))
+    module = "trilane_engine.checkpoint.huggingface"
+    replace_by(python("-m", module, str(source), str(out), str(vocab_size), tokenizer))
 
 
-@command(GROUP)
+@command(convert)
 def checkpoint(
     source: Path,
     out: Path,
@@ -111,13 +104,5 @@ def checkpoint(
     Of Megatron's the newest iteration, or a folder iter_*; weights, and Adam's moments where each
     stands whole.
     """
-    replace_by(
-        python(
-            "-m",
-            "trilane_engine.checkpoint.torch_dist",
-            str(source),
-            str(out),
-            plan,
-            str(iteration),
-        )
-    )
+    module = "trilane_engine.checkpoint.torch_dist"
+    replace_by(python("-m", module, str(source), str(out), plan, str(iteration)))

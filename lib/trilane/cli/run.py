@@ -10,17 +10,13 @@ from typing import Any
 
 import click
 
-from trilane.cli.app import Answer, Group, command, note
+from trilane.cli.app import GROUPS, Answer, Group, command, note
 from trilane.config.engines import ENGINES
 from trilane.config.options import option
 from trilane.utils.process import python, replace_by
 from trilane.utils.validation import require, require_known
 
-ROOT = Group("trilane")  # its commands that are in no group
-GROUP = Group(
-    "measure",
-    help="Measure this machine or cluster, the speed of a plan, the equality of the engines.",
-)
+measure = Group("measure", help=GROUPS["measure"])
 
 
 class RunCommand(click.Command):
@@ -32,15 +28,19 @@ class RunCommand(click.Command):
         names = notebook_names()
         with formatter.section("Notebooks"):
             formatter.write_text(", ".join(names))
-        for name in (word for word in sys.argv[1:] if word in names):
-            found = read_parameters(path_of(name))
-            with formatter.section(f"Parameters of {name}, set by -p NAME VALUE"):
-                formatter.write_dl(
-                    [(f"{p.name} {p.inferred_type_name}", f"{p.help} [{p.default}]") for p in found]
-                )
+        for name in names:
+            if name in sys.argv:
+                parameters = read_parameters(path_of(name))
+                with formatter.section(f"Parameters of {name}, set by -p NAME VALUE"):
+                    formatter.write_dl(
+                        [
+                            (p.name, f"{p.inferred_type_name}: {p.help} [{p.default}]")
+                            for p in parameters
+                        ]
+                    )
 
 
-@command(ROOT, cls=RunCommand)
+@command(None, cls=RunCommand)
 def run(
     notebook: str = option(argument="NOTEBOOK|all"),
     study: str = option("demo", "the folder below outputs/"),
@@ -55,7 +55,7 @@ def run(
     lab: bool = option(
         False, "open JupyterLab on copies in the study instead, with its parameters set"
     ),
-) -> int | Answer:
+) -> Answer:
     """Execute NOTEBOOK, such as 02_topology, or all of the demo in order, and print the path of its
     report.
 
@@ -68,38 +68,36 @@ def run(
 
     require(not (resume and fresh), "resume", True, "contradicts --fresh")
     require(not (zip and lab), "zip", True, "contradicts --lab")
-    given, is_all, every = (
-        dict(parameter),
-        notebook == "all",
-        notebooks.notebook_names() if lab else notebooks.DEMO,
-    )
+    given = dict(parameter)
+    chosen = [notebook]
+    if notebook == "all":
+        chosen = notebooks.notebook_names() if lab else list(notebooks.DEMO)
     # every parameter is checked before a folder is made
-    values = notebooks.distribute(every if is_all else (notebook,), given)
+    values = notebooks.distribute(chosen, given)
     if lab:
         notebooks.open_lab(Study(study), values)
-    is_free = notebooks.is_free(Study(study), "" if is_all else notebook)
+    is_free = notebooks.is_free(Study(study), "" if notebook == "all" else notebook)
     where = Study.create(study, resume=resume or is_free, fresh=fresh)
     if zip:
         index.zip_path(where)  # refused before anything runs
     try:
-        report = (
-            notebooks.run_all(where, given) if is_all else notebooks.run(notebook, where, **given)
-        )
+        if notebook == "all":
+            report = notebooks.run_all(where, given)
+        else:
+            report = notebooks.run(notebook, where, **given)
     except notebooks.NotebookError as error:
-        note(
-            [
-                f"{error}; the executed copy with the traceback: {where.folder / error.notebook}.ipynb"
-            ]
-        )
-        return 2 if error.is_input else 1
-    made = {"study": str(report.parent), "report": str(report)}
+        copy = where.folder / f"{error.notebook}.ipynb"
+        note([f"{error}; the executed copy with the traceback: {copy}"])
+        return Answer(code=2 if error.is_input else 1)
+    paths = {"study": str(report.parent), "report": str(report)}
+    lines = [str(report)]
     if zip:
-        archive = index.write_zip(where)
-        return Answer({**made, "zip": str(archive)}, f"{report}\n{archive}")
-    return Answer(made, str(report))
+        paths["zip"] = str(index.write_zip(where))
+        lines.append(paths["zip"])
+    return Answer(paths, "\n".join(lines))
 
 
-@command(ROOT)
+@command(None)
 def calibrate(
     rows: str = option(argument="ROWS|LOGS|STUDY"),
     cluster: str = option(help="where the runs ran: a cluster's name or JSON file"),
@@ -121,25 +119,20 @@ def calibrate(
     require(not output.exists(), "output", output, "exists; name another file")
     require(output.parent.is_dir(), "output", output, "its folder does not exist")
     found = fit_source(rows, load_cluster(cluster))
-    kept = found.fitted.kept() | {
-        "name": str(output)
-    }  # as other commands name the constants of this file
-    values = {
-        **kept["constants"],
-        "made_by": {"command": "trilane calibrate", "rows": rows, **stamp()},
-    }
+    # the name by which other commands know the constants of this file
+    kept = {**found.fitted.kept(), "name": str(output)}
+    made_by = {"command": "trilane calibrate", "rows": rows, **stamp()}
     with output.open("x", encoding="utf-8") as file:  # also where another process has just made it
-        file.write(json.dumps(values, indent=1) + "\n")
+        file.write(json.dumps({**kept["constants"], "made_by": made_by}, indent=1) + "\n")
     text = f"{found.summary()}\nwritten: {output} ({kept['hash']})"
     return Answer({**found.to_json(), "calibration": kept, "file": str(output)}, text)
 
 
-@command(ROOT)
+@command(None)
 def train(
     plan: str,
     resume: bool = option(False, "go on from the newest checkpoint of the run folder"),
-    as_json: bool = False,
-) -> int:
+) -> Answer:
     """Train PLAN here: a plan.json in its own folder, a plan of another file in a new folder of its
     name.
 
@@ -153,13 +146,11 @@ def train(
     read_plan(folder / "plan.json")  # a folder that is not there cannot be locked
     with FolderLock([folder]).held(0.0):
         outcome = train_local(folder, resume=resume)
-    Answer(
-        asdict(outcome), f"{outcome.status} after {outcome.seconds:.1f} s: {outcome.evidence}"
-    ).show(as_json)
-    return outcome.status.exit_code
+    text = f"{outcome.status} after {outcome.seconds:.1f} s: {outcome.evidence}"
+    return Answer(asdict(outcome), text, outcome.status.exit_code)
 
 
-@command(GROUP)
+@command(measure)
 def machine(
     out: str = option("", argument="[OUT.json]"),
     name: str = option("", "of the cluster; default: local"),
@@ -175,7 +166,7 @@ def machine(
     replace_by(python("-m", "trilane_engine.bench", out, name, storage))
 
 
-@command(GROUP)
+@command(measure)
 def plan(
     plan: Path,
     iterations: int = option(0, "train so many at the full batch (0: as planned)", minimum=0),
@@ -183,8 +174,8 @@ def plan(
     trace: bool = option(
         False, "run its real engine without a GPU, at any size: memory, collectives, FLOPs, kernels"
     ),
-    timeline: str = option(
-        "", "with --trace: write what ran as a Chrome trace, for Perfetto", metavar="FILE.json"
+    timeline: Path | None = option(
+        None, "with --trace: write what ran as a Chrome trace, for Perfetto", metavar="FILE.json"
     ),
     as_json: bool = False,
 ) -> Answer:
@@ -196,22 +187,19 @@ def plan(
     require(trace or not timeline, "timeline", timeline, "needs --trace")
     if trace:
         require(not iterations, "iterations", iterations, "nothing is trained with --trace")
-        require(
-            not timeline or not Path(timeline).exists(),
-            "timeline",
-            timeline,
-            "exists; name another file",
-        )
-        require(Path(timeline).parent.is_dir(), "timeline", timeline, "its folder does not exist")
-        replace_by(python("-m", "trilane_engine.trace", str(plan), timeline, *["--json"] * as_json))
+        if timeline:
+            require(not timeline.exists(), "timeline", timeline, "exists; name another file")
+            require(timeline.parent.is_dir(), "timeline", timeline, "its folder does not exist")
+        options = ["--json"] if as_json else []
+        replace_by(python("-m", "trilane_engine.trace", str(plan), str(timeline or ""), *options))
     from trilane.analysis.benchmark import benchmark, result
     from trilane.analysis.tables import parse_text
 
     found = benchmark(plan, iterations, leave_out)
-    return Answer(result(found), parse_text([found]), not found.status.is_clean)
+    return Answer(result(found), parse_text([found]), int(not found.status.is_clean))
 
 
-@command(GROUP)
+@command(measure)
 def engines(
     engines: str = option("all", f"all, or some of {','.join(ENGINES)}"),
     as_json: bool = False,
@@ -221,9 +209,10 @@ def engines(
 
     Exit code 1 where a row exceeds its bound or did not train.
     """
-    names = ENGINES if engines == "all" else tuple(name.strip() for name in engines.split(","))
+    names = ENGINES if engines == "all" else engines.split(",")
     for name in names:
         require_known("engines", name, ("all", *ENGINES))
     script = Path(__file__).parents[3] / "tests/engine/parity.py"
     require(script.is_file(), "engines", engines, "are compared from a checkout of trilane alone")
-    replace_by([sys.executable, str(script), *names, *["--json"] * as_json])
+    options = ["--json"] if as_json else []
+    replace_by([sys.executable, str(script), *names, *options])

@@ -1,12 +1,11 @@
 """`trilane slurm`: pre-flight check, scripts, jobs, sweeps, chains, sites."""
 
-import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from trilane.cli.app import Answer, Group, command, note
+from trilane.cli.app import GROUPS, Answer, Group, command, note
 from trilane.config.options import option
 from trilane.config.plan import Plan, locate_plan, read_plan
 from trilane.costmodel.shipped import constants_of, replaced
@@ -23,7 +22,9 @@ from trilane.workspace.run_folder import is_completed
 from trilane.workspace.status import Status
 from trilane.workspace.study import run_folders
 
-GROUP = Group("slurm", help="Check, submit and watch runs on SLURM.")
+slurm = Group("slurm", help=GROUPS["slurm"])
+TRY_AGAIN = 75  # EX_TEMPFAIL of sysexits.h
+MARGIN = 1.25  # jobs of --until-done, relative to the predicted hours
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +35,7 @@ class Job(JobRequest):
     allow: tuple[str, ...] = option((), "only warn of this rule; may be repeated", metavar="RULE")
 
 
-@command(GROUP)
+@command(slurm)
 def check(plan: Path, job: Job) -> Answer:
     """Print what would fail or waste GPUs, before the job of PLAN is submitted; a job.sbatch next
     to it is checked too.
@@ -51,7 +52,8 @@ def check(plan: Path, job: Job) -> Answer:
         note_constants(read, job.site)
         found = preflight.check_job(read, job.site, job, file.parent, job.allow)
     text = "\n".join(map(preflight.line, found)) or "nothing found"
-    return Answer({"findings": [f.to_json() for f in found]}, text, preflight.refused(found))
+    values = {"findings": [finding.to_json() for finding in found]}
+    return Answer(values, text, int(bool(preflight.refused(found))))
 
 
 def note_constants(plan: Plan, site: Site) -> None:
@@ -59,16 +61,16 @@ def note_constants(plan: Plan, site: Site) -> None:
     note(replaced(plan, constants_of(plan, cluster=scripts.nodes_of(plan, site))))
 
 
-@command(GROUP)
+@command(slurm)
 def script(
     plan: Path, job: Job, template: str = option("train", "which script", choices=scripts.NAMES)
 ) -> Answer:
     """Print the sbatch script of PLAN, to read or edit."""
     text = scripts.render(template, read_plan(plan), job.site, job)
-    return Answer({"script": text}, text.removesuffix("\n"))
+    return Answer({"script": text}, text)
 
 
-@command(GROUP)
+@command(slurm)
 def submit(
     *runs: str,
     job: Job,
@@ -92,55 +94,61 @@ def submit(
 ) -> Answer:
     """Submit runs that have not completed: all, or if the check refuses one, none."""
     client.require_answer("; nothing was submitted: submit again when it answers")
-    # where all are completed, the check refuses them with that reason
     folders = folders_of(runs)
+    # where all are completed, the check refuses them with that reason
     folders = [folder for folder in folders if not is_completed(folder)] or folders
     if failed:
         # what did not fit does not fit again
-        states = [
-            state.has_failed and state.status is not Status.OOM
-            for state in jobs.job_status(folders)
-        ]
-        folders = [*itertools.compress(folders, states)]
-    for path in folders if rewrite else []:
-        scripts.rewrite(path, job.site, job)
-    plans = {folder: read_plan(folder / "plan.json") for folder in folders}
-    for plan in plans.values():
+        able = [s.has_failed and s.status is not Status.OOM for s in jobs.job_status(folders)]
+        folders = [folder for folder, again in zip(folders, able, strict=True) if again]
+    if rewrite:
+        for folder in folders:
+            scripts.rewrite(folder, job.site, job)
+    allow = (*job.allow, "changes") if accept_changes else job.allow
+    findings = dict[Path, list[preflight.JobFinding]]()
+    for folder in folders:
+        plan = read_plan(folder / "plan.json")
         note_constants(plan, job.site)
-    allow = (*job.allow, *["changes"] * accept_changes)
-    found = {
-        path: preflight.check_job(plan, job.site, job, path, allow) for path, plan in plans.items()
+        findings[folder] = preflight.check_job(plan, job.site, job, folder, allow)
+    is_refused = any(preflight.refused(found) for found in findings.values())
+    rows = chains.link_records(folders, job) if dry_run or until_done else []
+    often: int | dict[Path, int] = times
+    if until_done:
+        often = {Path(r["run"]): max(times, math.ceil(MARGIN * r["jobs"])) for r in rows}
+    submitted = dict[str, list[str]]()
+    if not is_refused and not dry_run:
+        if accept_changes:
+            for folder in folders:
+                if waiting := jobs.accept_changes(folder, job.site.source):
+                    submitted[str(folder)] = waiting
+                    note(jobs.unreached(folder, waiting))
+        others = [folder for folder in folders if str(folder) not in submitted]
+        # a stage loads the checkpoint of the one before
+        most = 1 if any(chains.is_chain(run) for run in runs) else parallel
+        for folder, one in jobs.submit_all(others, job.site, job, times=often, parallel=most):
+            submitted.setdefault(str(folder), []).append(one)
+    lines = []
+    for folder in folders:
+        ids = submitted.get(str(folder), ["not submitted"])
+        lines.append(f"{', '.join(ids)}  {folder}")
+    for folder, found in findings.items():
+        lines += [f"{folder.name}: {preflight.line(finding)}" for finding in found]
+    values = {
+        "findings": {str(path): [f.to_json() for f in found] for path, found in findings.items()},
+        "submitted": submitted,
     }
-    is_refused = any(map(preflight.refused, found.values()))
-    chosen = [] if is_refused or dry_run else folders
-    # a stage loads the checkpoint of the one before
-    most = 1 if any(map(chains.is_chain, runs)) else parallel
-    made = dict[str, list[str]]()
-    for path in chosen if accept_changes else []:
-        if waiting := jobs.accept_changes(path, job.site.source):
-            made[str(path)] = waiting
-            note(jobs.unreached(path, waiting))
-    chosen = [path for path in chosen if str(path) not in made]
-    rows = chains.link_records(list(plans), job) if dry_run or until_done else []
-    often = {
-        Path(row["run"]): max(times, math.ceil(1.25 * row["jobs"])) if until_done else times
-        for row in rows
-    }
-    for path, one in jobs.submit_all(chosen, job.site, job, times=often or times, parallel=most):
-        made.setdefault(str(path), []).append(one)
-    lines = [f"{', '.join(made.get(str(path), ['not submitted']))}  {path}" for path in found]
-    lines += [f"{path.name}: {preflight.line(f)}" for path, own in found.items() for f in own]
-    findings = {str(path): [f.to_json() for f in own] for path, own in found.items()}
-    costs = {"runs": rows} if dry_run else {}
-    lines += [*map(chains.link_line, rows), chains.total_line(rows)] if rows and dry_run else []
-    return Answer(
-        {"findings": findings, "submitted": made, **costs},
-        "\n".join(lines) or "nothing to submit",
-        is_refused,
-    )
+    if dry_run:
+        values["runs"] = rows
+        lines += links_text(rows)
+    return Answer(values, "\n".join(lines) or "nothing to submit", int(is_refused))
 
 
-@command(GROUP)
+def links_text(rows: Sequence[dict]) -> list[str]:
+    """Runs with their predicted hours, a line each, and their sum."""
+    return [*map(chains.link_line, rows), chains.total_line(rows)] if rows else []
+
+
+@command(slurm)
 def status(
     *runs: str, lines: int = option(0, "of each run's log, at its end", minimum=0)
 ) -> Answer:
@@ -153,18 +161,19 @@ def status(
     folders = folders_of(runs)
     found = jobs.job_status(folders)
     note([line for line in map(ledger.damaged, folders) if line])
-    logs = [jobs.logs(folder, lines) if lines else [] for folder in folders]
-    text = "\n".join(
-        line for job, log in zip(found, logs, strict=True) for line in (job.line(), *log)
-    )
-    values = [
-        job.to_json() | ({"lines": log} if lines else {})
-        for job, log in zip(found, logs, strict=True)
-    ]
-    return Answer({"jobs": values}, text, any(job.has_failed for job in found))
+    values = []
+    text = []
+    for job, folder in zip(found, folders, strict=True):
+        values.append(job.to_json())
+        text.append(job.line())
+        if lines:
+            values[-1]["lines"] = jobs.logs(folder, lines)
+            text += values[-1]["lines"]
+    has_failed = any(job.has_failed for job in found)
+    return Answer({"jobs": values}, "\n".join(text), int(has_failed))
 
 
-@command(GROUP)
+@command(slurm)
 def cancel(*runs: str) -> Answer:
     """Cancel the jobs of runs."""
     ids = jobs.cancel(folders_of(runs))
@@ -173,7 +182,7 @@ def cancel(*runs: str) -> Answer:
     )
 
 
-@command(GROUP)
+@command(slurm)
 def watch(
     *runs: str,
     every: float = option(60.0, "polling interval (s)", above=0),
@@ -189,55 +198,46 @@ def watch(
         print(one_line(line), flush=True)
     client.require_answer()
     found = jobs.job_status(folders)
-    # EX_TEMPFAIL of sysexits.h: try again
-    return 75 if any(j.status.is_active for j in found) else int(any(j.has_failed for j in found))
+    if any(job.status.is_active for job in found):
+        return TRY_AGAIN
+    return int(any(job.has_failed for job in found))
 
 
 def folders_of(runs: Sequence[str]) -> list[Path]:
     """The run folders that paths, plans' files or studies' names mean; a new one for a plan that
     has none.
     """
-    found = list[Path]()
+    folders = list[Path]()
     for run in runs:
-        is_plan = not Path(run).is_dir() and locate_plan(run)[0].is_file()
-        below = (
-            chains.stages_of(Path(run))
-            if chains.is_chain(run)
-            else run_folders([] if is_plan else [run])
-        )
-        found += [run_folder_of(run, True)] if is_plan else below
-    return found
+        if not Path(run).is_dir() and locate_plan(run)[0].is_file():
+            folders.append(run_folder_of(run, True))
+        elif chains.is_chain(run):
+            folders += chains.stages_of(Path(run))
+        else:
+            folders += run_folders([run])
+    return folders
 
 
-sweep = Group("sweep", help="A table of plans as run folders; `slurm submit FOLDER` submits them.")
-
-
-@command(sweep, "create")
-def create_sweep(plans: Path, folder: Path, job: Job) -> Answer:
+@command(slurm)
+def sweep(plans: Path, folder: Path, job: Job) -> Answer:
     """Write the run folders of a table of plans: of `plan search --json`, 02's plans.json or a
-    list.
+    list; `slurm submit FOLDER` submits them.
     """
-    made = [
-        str(path) for path in several.create_sweep(folder, several.read_plans(plans), job.site, job)
-    ]
-    return Answer({"created": made}, "\n".join(f"created: {path}" for path in made))
+    created = several.create_sweep(folder, several.read_plans(plans), job.site, job)
+    paths = [str(path) for path in created]
+    return Answer({"created": paths}, "\n".join(f"created: {path}" for path in paths))
 
 
-command(sweep, "submit")(submit)
-
-chain = Group("chain", help="A long run as dependent jobs; `slurm submit FOLDER` submits them.")
-
-
-@command(chain, "create")
-def create_chain(
+@command(slurm)
+def chain(
     plan: Path,
     folder: Path,
     job: Job,
     stages: str = option("", "nodes that follow the batch ramp-up", metavar="GBS:NODES:MBS,..."),
     calibration: str = option("", "constants, as of `plan calendar`", metavar="SOURCE"),
 ) -> Answer:
-    """Write the run folders of a chain that trains PLAN, and print each link's batch sizes and
-    hours.
+    """Write the run folders of a chain of jobs that trains PLAN, and print each link's batch sizes
+    and hours; `slurm submit FOLDER` submits them.
 
     Batch sizes that a stage's replicas cannot share fall back to a stage before. Hours are
     predicted, without starts, saves and waiting; `plan calendar` has the dates.
@@ -246,18 +246,15 @@ def create_chain(
     read = read_plan(plan)
     known = constants_of(read, calibration)
     note(replaced(read, known))
-    made = chains.create(folder, replace(read, calibration=known.kept()), asked, job.site, job)
-    rows = chains.link_records(made, job)
-    return Answer(
-        {"links": rows}, "\n".join([*map(chains.link_line, rows), chains.total_line(rows)])
-    )
+    links = chains.create(folder, replace(read, calibration=known.kept()), asked, job.site, job)
+    rows = chains.link_records(links, job)
+    return Answer({"links": rows}, "\n".join(links_text(rows)))
 
 
-@command(GROUP, "site")
-def site_command(site: Site = option(argument="SITE", read=sites.site)) -> Answer:
+@command(slurm)
+def site(site: Site = option(argument="SITE", read=sites.site)) -> Answer:
     """Print SITE (a name or a JSON file) as JSON."""
     return Answer(to_mapping(site))
 
 
-for group in (hook("job"), sweep, chain):
-    GROUP.add_command(group)
+slurm.add_command(hook("job"))
