@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from trilane.config.cluster import Cluster
-from trilane.utils.process import Lines, dialogue, python
+from trilane.utils.process import Lines, printed_lines, python
 
 # GPUs of one kind in one cluster differ by 8 % on average and up to 22 %, and outliers are 1.5
 # times slower: Sinha et al. 2022, arXiv:2208.11035.
@@ -177,7 +177,7 @@ def run_step(
     # step whose parent has died
     command += ["--no-kill", "--kill-on-bad-exit=0", "--wait=0", "--time=30", *srun]
     test = python("-m", "trilane_engine.bench.node_test", str(gpus), program="python")
-    with dialogue([*command, "bash", "-c", TASK, "bash", *test], env) as (_, lines):
+    with printed_lines([*command, "bash", "-c", TASK, "bash", *test], env) as lines:
         return _collect(lines, nodes, tasks)
 
 

@@ -32,12 +32,6 @@ def test_the_rate_is_that_of_megatrons_cosine(samples: int, rate: float) -> None
     assert optimizer.learning_rate(samples, 9999) == pytest.approx(rate, rel=1e-6)
 
 
-def test_without_a_length_of_its_own_the_decay_lasts_the_whole_run() -> None:
-    optimizer = Optimizer(lr=1.0, min_lr=0.0)
-    assert optimizer.learning_rate(400, 800) == pytest.approx(0.5)
-    assert optimizer.learning_rate(800, 800) == 0.0
-
-
 def test_the_id_of_a_plan_is_of_what_changes_its_prediction_and_not_of_defaults(
     monkeypatch,
 ) -> None:
@@ -62,20 +56,13 @@ def test_the_id_of_a_plan_is_of_what_changes_its_prediction_and_not_of_defaults(
 
 
 def test_a_label_names_every_choice_beyond_the_defaults_in_the_order_of_the_fields() -> None:
-    t = Topology(
-        tp=2, pp=2, mbs=4, gbs=8, zero=1, recompute="full", partition="type:transformer|embedding"
-    )
-    assert t.label == "tp2-pp2-dp1-mbs4-zero1-full-embed"
-    assert (
-        Topology(buckets="library", adam="torch", cp=2).label
-        == "tp1-pp1-dp1-mbs1-cp2-torchadam-librarybuckets"
-    )
+    t = Topology(tp=2, pp=2, mbs=4, gbs=8, zero=1, recompute="full", adam="torch", cp=2)
+    assert t.label == "tp2-pp2-dp1-mbs4-cp2-zero1-full-torchadam"
 
 
 def test_every_field_of_a_plan_has_its_words() -> None:
-    kinds = (
-        type(small_plan()),
-        *(type(getattr(small_plan(), f.name)) for f in dataclasses.fields(small_plan())),
-    )
-    for kind in (kind for kind in kinds if dataclasses.is_dataclass(kind)):
-        assert [f.name for f in dataclasses.fields(kind) if not f.metadata.get("help")] == [], kind
+    plan = small_plan()
+    for value in (plan, *vars(plan).values()):
+        if dataclasses.is_dataclass(value):
+            fields = dataclasses.fields(value)
+            assert [f.name for f in fields if not f.metadata.get("help")] == [], type(value)

@@ -114,13 +114,11 @@ def test_a_dataclass_shows_itself_as_json():
 
     run = Run("a", 43200.0, (math.inf, 2.0))
     assert run.to_json() == {"name": "a", "seconds": 43200.0, "memory": [None, 2.0], "days": 0.5}
-    assert (
-        as_json({1: [np.int64(3), np.arange(2), Path("a/b"), Run("b", math.nan)]})["1"][3][
-            "seconds"
-        ]
-        is None
-    )
-    assert frame_of([run], {"run": "name", "h": lambda r: r.seconds / 3600}).to_dict("list") == {
-        "run": ["a"],
-        "h": [12],
-    }
+    values = {1: [np.int64(3), np.arange(2), Path("a/b"), math.nan]}
+    assert as_json(values) == {"1": [3, [0, 1], "a/b", None]}
+    assert repr(run) == "Run(name='a', seconds=43200, memory=(inf, 2.0))"
+
+
+def test_a_frame_has_a_column_for_each_reader() -> None:
+    frame = frame_of([Path("a/b.c")], {"name": "name", "parts": lambda path: len(path.parts)})
+    assert frame.to_dict("list") == {"name": ["b.c"], "parts": [2]}

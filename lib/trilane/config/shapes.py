@@ -8,10 +8,9 @@ are in data/huggingface.json. Canonical names are megatron-core's.
 import dataclasses
 import functools
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 from trilane.config.model import ModelShape, padded_vocab_size, parse_shape
@@ -50,23 +49,28 @@ def read_shape(text: str | ModelShape, *, seq_length: int = 0, tp: int = 1) -> G
     """
     if isinstance(text, ModelShape):
         return GivenShape(shape=_with_sequence(text, seq_length))
-    path = Path(text) / "config.json" if (Path(text) / "config.json").is_file() else Path(text)
-    values = read_json(path, "shape") if text.endswith(".json") or path.is_file() else None
-    if values is None:
-        given = GivenShape(shape=parse_shape(text))
-    elif isinstance(values, dict) and "model_type" in values:
-        given = shape_of_config(values, seq_length)
+    path = Path(text)
+    if (path / "config.json").is_file():
+        path = path / "config.json"
+    notes: tuple[str, ...] = ()
+    if not (text.endswith(".json") or path.is_file()):
+        shape = parse_shape(text)
     else:
-        own = values.get("shape", values) if isinstance(values, dict) else values
-        return GivenShape(shape=_with_sequence(from_mapping(ModelShape, own, "shape"), seq_length))
-    shape, notes = _with_sequence(given.shape, seq_length), given.notes
+        values = read_json(path, "shape")
+        if not isinstance(values, dict) or "model_type" not in values:
+            fields = values.get("shape", values) if isinstance(values, dict) else values
+            shape = from_mapping(ModelShape, fields, "shape")
+            return GivenShape(shape=_with_sequence(shape, seq_length))
+        given = shape_of_config(values, seq_length)
+        shape = given.shape
+        notes = given.notes
     rows = padded_vocab_size(shape.vocab_size)
-    what = "128"
     if rows % tp:
-        rows, what = padded_vocab_size(shape.vocab_size, tp), f"128 x tp = 128 x {tp}"
+        rows = padded_vocab_size(shape.vocab_size, tp)
     if rows != shape.vocab_size:
-        notes += (f"vocab_size={shape.vocab_size}: padded to {rows}, a multiple of {what}",)
-    return GivenShape(shape=dataclasses.replace(shape, vocab_size=rows), notes=notes)
+        notes += (f"vocab_size={shape.vocab_size}: padded to {rows}",)
+    shape = dataclasses.replace(_with_sequence(shape, seq_length), vocab_size=rows)
+    return GivenShape(shape=shape, notes=notes)
 
 
 def _with_sequence(shape: ModelShape, seq_length: int) -> ModelShape:
@@ -81,136 +85,97 @@ def shape_of_config(values: Mapping[str, Any], seq_length: int = 0) -> GivenShap
     attention, attention beside the MLP, heads that do not make up the hidden size, and windows
     shorter than the sequence.
     """
-    table, kind = shipped_json("huggingface"), str(values["model_type"])
-    for key, rule in table[
-        "refused"
-    ].items():  # whatever the type; 0, 1 and null mean that there is none
+    tables = shipped_json("huggingface")
+    kind = str(values["model_type"])
+    for key, rule in tables["refused"].items():  # whatever the type
         require(values.get(key) in (None, 0, 1), key, values.get(key), rule)
     require_known("model_type", kind, configs())
-    usual, known = _usual(kind), _with_rotary(values)
-    for key, value, is_allowed, rule in _unlike_a_shape(values, usual):
-        require(is_allowed, key, value, rule)
-    # an MLP of GPT-2 or BLOOM is 4 x hidden_size where they name none, as a shape's
-    may_miss = (
-        "num_key_value_heads",
-        "seq_length",
-        *["ffn_hidden_size"] * (kind in ("gpt2", "bloom")),
-    )
-    sizes: dict[str, Any] = {
-        name: _size(values, keys, name not in may_miss) for name, keys in table["sizes"].items()
-    }
-    longest, sizes["seq_length"] = sizes["seq_length"], seq_length or sizes["seq_length"]
-    require(
-        sizes["seq_length"] is not None, "seq", "missing", "is not in the configuration; give it"
-    )
-    key, act = _first(values, table["keys"]["activation"], usual.act)
-    acts = table["gated" if usual.gated else "activations"]
-    require_known(key, act if isinstance(act, str) else usual.act, acts)
-    numbers = {
-        name: _first(known, table["keys"][name], None) for name in ("norm_epsilon", "rotary_base")
-    }
-    for key, value in (pair for pair in numbers.values() if pair[1] is not None):
-        require_positive(key, value)
+    usual = {**tables["usual"], **tables["configs"][kind]}
+    for key, default, needed, rule in usual["needs"]:
+        value = values.get(key, default)
+        require(value == needed, key, value, rule)
+    # transformers 5 keeps what rotary positions need in an object of their own
+    rotary = values.get("rope_parameters") or values.get("rope_scaling") or {}
+    values = {**values, **rotary}
+
+    sizes = {name: _size(values, name, keys) for name, keys in tables["sizes"].items()}
+    notes = []
+    if seq_length:
+        sizes["seq_length"] = seq_length
+    else:
+        rule = "the longest of the configuration, as no other is given"
+        notes.append(f"seq={sizes['seq_length']}: {rule}")
+    activations = tables["gated" if usual["gated"] else "activations"]
+    key, activation = _first(values, tables["keys"]["activation"], usual["act"])
+    require_known(key, str(activation), activations)
+    epsilon_key, epsilon = _first(values, tables["keys"]["norm_epsilon"], usual["epsilon"])
+    require_positive(epsilon_key, epsilon)
+    base_key, base = _first(values, tables["keys"]["rotary_base"], ModelShape.rotary_base)
+    require_positive(base_key, base)
     shape = ModelShape(
-        **sizes,
-        activation=acts[act if isinstance(act, str) else usual.act],
-        normalization=usual.normalization,
-        positions="alibi" if values.get("alibi") else usual.positions,
+        **sizes,  # type: ignore[arg-type]
+        activation=activations[activation],
+        normalization=usual["normalization"],
+        positions=usual["positions"],
         biases=_biases(values, usual),
-        tied_embeddings=values.get("tie_word_embeddings", usual.tied) is not False,
-        embedding_layernorm=usual.embedding_layernorm,
-        norm_epsilon=float(numbers["norm_epsilon"][1] or usual.epsilon),
-        rotary_base=float(numbers["rotary_base"][1] or ModelShape.rotary_base),
+        tied_embeddings=values.get("tie_word_embeddings", usual["tied"]) is not False,
+        embedding_layernorm=usual["embedding_layernorm"],
+        norm_epsilon=float(epsilon),
+        rotary_base=float(base),
     )
-    for key, own, rule in (
-        ("head_dim", shape.head_dim, "a shape has hidden_size / num_attention_heads"),
-        ("word_embed_proj_dim", shape.hidden_size, "a shape has an embedding of hidden_size"),
-    ):
-        require(values.get(key) in (None, own), key, values.get(key), f"{rule} = {own}")
-    window, slides = (
-        values.get("sliding_window", usual.window),
-        values.get("use_sliding_window", usual.slides) is True,
-    )
-    ok = window is None or not slides or (isinstance(window, int) and window >= shape.seq_length)
-    rule = f"a shape attends to the whole sequence, seq = {shape.seq_length}; give a shorter one"
-    require(ok, "sliding_window", window, rule)
-    notes = (
-        []
-        if seq_length
-        else [f"seq={longest}: the longest of the configuration, as no other is given"]
-    )
-    notes += [f"model_type={kind}: {usual.note}"] * bool(usual.note)
-    notes += _rotary_notes(known, usual) if shape.positions == "rotary" else []
+    _require_plain(values, usual, shape)
+    if usual["note"]:
+        notes.append(f"model_type={kind}: {usual['note']}")
+    if shape.positions == "rotary":
+        _, share = _first(values, tables["keys"]["rotary_share"], usual["rotary_share"])
+        if share != 1:
+            notes.append(f"partial_rotary_factor={share}: a shape turns all channels of a head")
+        angles = values.get("rope_type", values.get("type", "default"))
+        if angles != "default":
+            notes.append(f"rope_type={angles}: a shape has angles as they are")
     return GivenShape(shape=shape, notes=tuple(notes))
-
-
-def _usual(kind: str) -> SimpleNamespace:
-    """What all models of one type share, and their configuration's defaults; see
-    data/huggingface.json.
-    """
-    tables = shipped_json("huggingface")
-    return SimpleNamespace(**{**tables["usual"], **tables["configs"][kind]})
-
-
-def _unlike_a_shape(
-    values: Mapping[str, Any], usual: SimpleNamespace
-) -> Iterator[tuple[str, object, bool, str]]:
-    """What no shape can express: key, value, whether it is allowed, and the rule."""
-    for key, default, needed, rule in usual.needs:
-        yield key, values.get(key, default), values.get(key, default) == needed, rule
-    for key in ("tie_word_embeddings", "use_sliding_window", "alibi"):
-        yield (
-            key,
-            values.get(key),
-            isinstance(values.get(key), bool | None),
-            "must be true or false",
-        )
-    rule = f"a model of type {values['model_type']} has {usual.positions} positions"
-    yield "alibi", "true", not values.get("alibi") or usual.positions == "alibi", rule
-    for key in ("rope_theta", "rotary_emb_base", "rope_parameters"):
-        yield key, values.get(key), not values.get(key) or usual.positions == "rotary", rule
 
 
 def _first(values: Mapping[str, Any], keys: list[str], otherwise: Any) -> tuple[str, Any]:
     """The first of the keys that has a value, and the value; else the first key, and `otherwise`."""
-    key = next((key for key in keys if values.get(key) is not None), None)
-    return (key, values[key]) if key else (keys[0], otherwise)
+    for key in keys:
+        if values.get(key) is not None:
+            return key, values[key]
+    return keys[0], otherwise
 
 
-def _size(values: Mapping[str, Any], keys: list[str], is_needed: bool) -> int | None:
-    key, value = _first(values, keys, None)
-    if value is not None:
-        require_integer(key, value, 1)
-    require(value is not None or not is_needed, key, "missing", "is not in the configuration")
-    return value
+def _size(values: Mapping[str, Any], name: str, keys: list[str]) -> int | None:
+    key, size = _first(values, keys, None)
+    if size is not None:
+        require_integer(key, size, 1)
+    # GPT-2 and BLOOM name no width of an MLP of 4 x hidden_size
+    is_usual = name == "ffn_hidden_size" and values["model_type"] in ("gpt2", "bloom")
+    may_miss = is_usual or name == "num_key_value_heads"
+    require(size is not None or may_miss, key, "missing", "is not in the configuration")
+    return size
 
 
-def _with_rotary(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The configuration, with what it keeps in an object of its own for rotary positions
-    (transformers 5).
-    """
-    nested = values.get("rope_parameters") or values.get("rope_scaling") or {}
-    require(isinstance(nested, Mapping), "rope_parameters", nested, "must be an object")
-    return {**values, **nested}
+def _biases(values: Mapping[str, Any], usual: Mapping[str, Any]) -> str:
+    """`biases` of a shape, by the keys that turn them on and off."""
+    usually = usual["biases"] == "all"
+    given = {key: values.get(key, usually) for key in usual["bias_keys"]}
+    if not given:
+        return usual["biases"]
+    kinds = set(given.values())
+    words = ", ".join(f"{key}={value}" for key, value in given.items())
+    require(len(kinds) == 1, "biases", words, "a shape has all or none of them")
+    return "all" if True in kinds else "none"
 
 
-def _rotary_notes(known: Mapping[str, Any], usual: SimpleNamespace) -> list[str]:
-    """Where the model turns a part of the channels alone, or by other angles than a shape."""
-    _, share = _first(
-        known, shipped_json("huggingface")["keys"]["rotary_share"], usual.rotary_share
-    )
-    kind = known.get("rope_type", known.get("type", "default"))
-    notes = [f"partial_rotary_factor={share}: a shape turns all channels of a head"] * (share != 1)
-    return notes + [f"rope_type={kind}: a shape has angles as they are"] * (kind != "default")
-
-
-def _biases(values: Mapping[str, Any], usual: SimpleNamespace) -> str:
-    given = {key: values.get(key, usual.biases == "all") for key in usual.bias_keys}
-    words = ", ".join(f"{key}={str(value).lower()}" for key, value in given.items())
-    require(
-        len(set(map(str, given.values()))) < 2, "biases", words, "a shape has all or none of them"
-    )
-    return usual.biases if not given else "all" if next(iter(given.values())) is True else "none"
+def _require_plain(values: Mapping[str, Any], usual: Mapping[str, Any], shape: ModelShape) -> None:
+    """ValueError for heads or embeddings of a width of their own, and for windows."""
+    widths = {"head_dim": shape.head_dim, "word_embed_proj_dim": shape.hidden_size}
+    for key, width in widths.items():
+        require(values.get(key) in (None, width), key, values.get(key), f"a shape has {width}")
+    window = values.get("sliding_window", usual["window"])
+    if window is not None and values.get("use_sliding_window", usual["slides"]):
+        rule = f"a shape attends to the whole sequence, seq = {shape.seq_length}"
+        require(window >= shape.seq_length, "sliding_window", window, f"{rule}; give a shorter one")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -242,69 +207,69 @@ class Family:
         """The first field in which such models are unlike `shape`, its value and the rule; None
         where none is.
         """
-        for name, known in self.fields.items():
+        for name, keys_of in self.fields.items():
             value = getattr(shape, name)
-            if value not in known:
-                has = ", ".join("the usual" if word is None else str(word) for word in known)
-                return name, value, f"{self.model} has {has}"
+            if value not in keys_of:
+                words = ", ".join("the usual" if word is None else str(word) for word in keys_of)
+                return name, value, f"{self.model} has {words}"
         return None
 
     def config(self, shape: ModelShape) -> dict[str, Any]:
         """The configuration of a model of that shape, as JSON for from_pretrained; without dropout."""
-        words = [known[getattr(shape, name)] for name, known in self.fields.items()]
-        chosen = {key: value for word in words for key, value in word.items()}
-        sizes = {theirs: getattr(shape, ours) for ours, theirs in self.sizes.items()}
-        none = dict.fromkeys(self.dropout, 0.0)
-        return {
-            "architectures": [self.model],
-            "torch_dtype": "float32",
-            **self.settings,
-            **none,
-            **chosen,
-            **sizes,
-        }
+        values: dict[str, Any] = {"architectures": [self.model], "torch_dtype": "float32"}
+        values.update(self.settings)
+        values.update(dict.fromkeys(self.dropout, 0.0))
+        for name, keys_of in self.fields.items():
+            values.update(keys_of[getattr(shape, name)])
+        for name, key in self.sizes.items():
+            values[key] = getattr(shape, name)
+        return values
 
     def their_names(self, name: str) -> list[str]:
         """Their names of the canonical parameter `name`; ValueError where they have none."""
         if name == "output_layer.weight":
             return ["lm_head.weight"]
-        stem, _, end = name.rpartition(".")
-        found = re.fullmatch(r"decoder\.layers\.(\d+)\.(.+)", stem)
-        prefix, part = (f"{self.layers}.{found[1]}.", found[2]) if found else ("", stem)
+        part, _, end = name.rpartition(".")
+        prefix = self.base
+        match = re.fullmatch(r"decoder\.layers\.(\d+)\.(.+)", part)
+        if match:
+            prefix = f"{self.base}.{self.layers}.{match[1]}"
+            part = match[2]
         require(part in self.names, "parameter", name, f"{self.model} has none")
-        return [f"{self.base}.{prefix}{n}.{end}" for n in self.names[part].split()]
+        return [f"{prefix}.{theirs}.{end}" for theirs in self.names[part].split()]
 
 
 @functools.cache
 def families() -> dict[str, Family]:
     """The families by the type in a config.json. A shape is exported as the first that has it."""
     tables = shipped_json("huggingface")["families"]
-    found = {}
-    for kind, own in tables.items():
-        table = {**tables.get(own.pop("like", ""), {}), **own}
-        fields = {
-            name: {value: keys for value, keys in known}
-            for name, known in table.pop("fields").items()
-        }
-        found[kind] = Family(**table, fields=fields)
-    return found
+    by_type = {}
+    for kind, table in tables.items():
+        values = {**tables.get(table.get("like"), {}), **table}
+        values.pop("like", None)
+        values["fields"] = {name: dict(pairs) for name, pairs in values["fields"].items()}
+        by_type[kind] = Family(**values)
+    return by_type
 
 
 def family_of(shape: ModelShape) -> Family:
     """The first family that has `shape`; ValueError that names the field which those with its
     positions lack.
     """
-    if misfit := misfit_of(shape):
-        require(False, *misfit)
-    return next(family for family in families().values() if not family.misfit(shape))
+    for family in families().values():
+        if not family.misfit(shape):
+            return family
+    misfit = misfit_of(shape)
+    assert misfit
+    raise ValueError("{}={}: {}".format(*misfit))
 
 
 def misfit_of(shape: ModelShape) -> tuple[str, object, str] | None:
     """Why no family has `shape`: a field, its value and the rule; None where one has."""
-    alike = [
+    same_positions = [
         family for family in families().values() if shape.positions in family.fields["positions"]
     ]
-    misfits = [family.misfit(shape) for family in alike]
-    if not alike:
+    if not same_positions:
         return "positions", shape.positions, "GPT-2 has learned ones, BLOOM alibi, Llama rotary"
+    misfits = [family.misfit(shape) for family in same_positions]
     return misfits[0] if all(misfits) else None

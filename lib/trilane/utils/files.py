@@ -25,7 +25,8 @@ def read_text(path: Path, last: int = 0) -> str:
     """
     try:
         with path.open("rb") as file:
-            file.seek(max(0, path.stat().st_size - last) if last else 0)
+            if last:
+                file.seek(max(0, path.stat().st_size - last))
             # a host that crashes leaves NULs at the end of a file, a cut write half a character
             return file.read().replace(b"\0", b"").decode("utf-8", "replace")
     except FileNotFoundError:
@@ -38,24 +39,24 @@ def json_lines(text: str) -> list[dict[str, Any]]:
     """The JSON objects in the lines of a text; lines that a killed process or a crash damaged are
     skipped.
     """
-    return [values for line in text.split("\n") if (values := json_object(line)) is not None]
+    objects = map(json_object, text.split("\n"))
+    return [values for values in objects if values is not None]
 
 
 def json_object(text: str) -> dict[str, Any] | None:
     """The JSON object in a text; None for any other text."""
     try:
-        found = json.loads(text.strip("\0"))
+        values = json.loads(text.strip("\0"))
     except (ValueError, RecursionError):  # a number of over 4300 digits is a ValueError too
         return None
-    return found if isinstance(found, dict) and "\ufffd" not in text else None
+    is_damaged = "\ufffd" in text  # half a character
+    return values if isinstance(values, dict) and not is_damaged else None
 
 
-def natural(name: str) -> list[tuple[int, int, str]]:
+def natural(name: str) -> list[tuple[int, str]]:
     """Sort key by which the numbers in names count: node2 before node10."""
-    return [
-        (0, int(part), "") if part.isdecimal() else (1, 0, part)
-        for part in re.split(r"(\d+)", name)
-    ]
+    parts = re.split(r"(\d+)", name)  # texts and numbers in turn
+    return [(int(part), "") if part.isdecimal() else (0, part) for part in parts]
 
 
 def append_line(path: Path, line: str) -> None:
@@ -67,10 +68,11 @@ def append_line(path: Path, line: str) -> None:
         # locks
         with contextlib.suppress(OSError):
             fcntl.flock(file, fcntl.LOCK_EX)
+        data = line.encode() + b"\n"
         end = file.seek(0, os.SEEK_END)
-        is_torn = end > 0 and os.pread(file.fileno(), 1, end - 1) != b"\n"
-        text = b"\n" * is_torn + line.encode() + b"\n"
-        if file.write(text) != len(text):
+        if end and os.pread(file.fileno(), 1, end - 1) != b"\n":
+            data = b"\n" + data
+        if file.write(data) != len(data):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
         os.fsync(file.fileno())
 
@@ -85,8 +87,11 @@ class Appended(io.RawIOBase):
     """
 
     def __init__(self, file: Path | int, report: Callable[[str], None] = lambda text: None):
-        self._file, self._report, self._problem = file, report, ""
-        self.name, self.waiting = file.name if isinstance(file, Path) else f"<{file}>", b""
+        self._file = file
+        self._report = report
+        self._problem = ""
+        self.name = file.name if isinstance(file, Path) else f"<{file}>"
+        self.waiting = b""
 
     def writable(self) -> bool:
         return True
@@ -97,21 +102,21 @@ class Appended(io.RawIOBase):
     def write(self, data: Any) -> int:
         """Append `data`, after what waits, as far as the disk takes it."""
         self.waiting += bytes(data)
-        before, self._problem = self._problem, self._write()
+        before = self._problem
+        self._problem = self._write()
         if self._problem and not before:
-            self._report(
-                f"{self.name} cannot be written ({self._problem}); training continues, its lines wait"
-            )
+            rule = f"cannot be written ({self._problem}); training continues, its lines wait"
+            self._report(f"{self.name} {rule}")
         elif before and not self._problem:
             self._report(f"{self.name} can be written again")
         return len(data)
 
     def _write(self) -> str:
-        is_own = isinstance(self._file, Path)
+        is_path = isinstance(self._file, Path)
         try:
-            with open(self._file, "ab", buffering=0, closefd=is_own) as file:
+            with open(self._file, "ab", buffering=0, closefd=is_path) as file:
                 written = file.write(self.waiting)
-                if is_own and written < len(self.waiting):
+                if is_path and written < len(self.waiting):
                     file.truncate(file.tell() - written)
                     written = 0
         except OSError as error:
@@ -170,16 +175,17 @@ def numbered(folder: Path, prefix: str, make: Callable[[Path], object]) -> Path:
     a file or folder.
     """
     folder.mkdir(exist_ok=True)
-    names = [
-        path.name.removeprefix(prefix) for path in folder.iterdir() if path.name.startswith(prefix)
-    ]
-    number = 1 + max((int(name) for name in names if name.isdecimal()), default=0)
+    number = 0
+    for path in folder.iterdir():
+        end = path.name.removeprefix(prefix)
+        if path.name == f"{prefix}{end}" and end.isdecimal():
+            number = max(number, int(end))
     while True:
-        try:
-            make(folder / f"{prefix}{number}")
-            return folder / f"{prefix}{number}"
-        except FileExistsError:  # another process took it at this moment
-            number += 1
+        number += 1
+        path = folder / f"{prefix}{number}"
+        with contextlib.suppress(FileExistsError):  # another process took it at this moment
+            make(path)
+            return path
 
 
 def set_aside(path: Path) -> None:

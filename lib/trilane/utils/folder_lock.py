@@ -12,6 +12,8 @@ from pathlib import Path
 
 from flufl.lock import Lock, LockState, NotLockedError, TimeOutError
 
+CLOCKS_DIFFER_S = 10
+
 
 class FolderLock:
     """A lock on folders for the processes of all hosts that share them: `with
@@ -28,17 +30,16 @@ class FolderLock:
     ) -> None:
         """`field` names the subject of the error of a process that waits too long."""
         self._field = field
-        paths = sorted(
-            {folder.resolve() / name for folder in folders}
-        )  # one order: no two wait for each other
-        self._locks = [_Lock(path) for path in paths]
+        paths = {folder.resolve() / name for folder in folders}
+        self._locks = [_Lock(path) for path in sorted(paths)]  # one order: no deadlock
 
     @contextlib.contextmanager
     def held(self, patience_s: float) -> Iterator["FolderLock"]:
         """Hold the lock of each folder; ValueError that names the holder where one is not free in
         `patience_s`.
         """
-        end, ended = time.monotonic() + patience_s, threading.Event()
+        end = time.monotonic() + patience_s
+        ended = threading.Event()
         threading.Thread(target=self._refresh, args=(ended,), daemon=True).start()
         try:
             for lock in self._locks:
@@ -55,20 +56,18 @@ class FolderLock:
                 lock.refresh(unconditionally=True)
 
     def _take(self, lock: Lock, end: float) -> None:
-        folder = Path(lock.lockfile).parent
+        where = f"{self._field}={Path(lock.lockfile).parent}"
         try:
             while True:
                 _release_dead(lock)
                 with contextlib.suppress(TimeOutError):
                     return lock.lock(timeout=0)
                 if time.monotonic() > end:
-                    rule = f"is locked by {_holder(lock)}; try again when it has ended"
-                    raise ValueError(f"{self._field}={folder}: {rule}")
+                    holder = _holder(lock)
+                    raise ValueError(f"{where}: is locked by {holder}; try again when it has ended")
                 time.sleep(0.2)
         except OSError as error:
-            raise ValueError(
-                f"{self._field}={folder}: cannot be locked: {error.strerror}"
-            ) from None
+            raise ValueError(f"{where}: cannot be locked: {error.strerror}") from None
 
 
 class _Lock(Lock):
@@ -98,7 +97,7 @@ def _release_dead(lock: Lock) -> None:
         with contextlib.suppress(OSError):
             fcntl.flock(file, fcntl.LOCK_EX)
         late_s = (datetime.now() - lock.expiration).total_seconds()
-        is_dead = lock.state is LockState.stale or late_s > 10
+        is_dead = lock.state is LockState.stale or late_s > CLOCKS_DIFFER_S
         if is_dead and os.path.samestat(os.fstat(file.fileno()), os.stat(lock.lockfile)):
             claim = Path(file.read(4096).decode(errors="replace"))
             os.unlink(lock.lockfile)

@@ -4,10 +4,12 @@ import math
 from collections.abc import Iterable
 from itertools import groupby
 
+DIGITS = 4  # significant ones of a number
+
 
 def percent(value: float, digits: int = 1) -> str:
     """A share as a percentage, empty for NaN."""
-    return f"{value:.{digits}%}" if value == value else ""
+    return "" if math.isnan(value) else f"{value:.{digits}%}"
 
 
 def chance(p: float, runs: int = 10_000) -> str:
@@ -15,31 +17,29 @@ def chance(p: float, runs: int = 10_000) -> str:
     runs tells it.
     """
     # what none of N runs does has a probability below 3/N, with 95 % confidence
-    inside, least = f"{100 * p:.2g} %" if p < 0.0995 else f"{100 * p:.0f} %", max(0.001, 3 / runs)
+    least = max(0.001, 3 / runs)
     most = min(0.99, 1 - least)
-    return (
-        f"under {100 * least:.2g} %"
-        if p < least
-        else f"over {100 * most:.2g} %"
-        if p > most
-        else inside
-    )
+    if p < least:
+        return f"under {100 * least:.2g} %"
+    if p > most:
+        return f"over {100 * most:.2g} %"
+    # .2g would write 100 % as 1e+02 %
+    return f"{100 * p:.2g} %" if p < 0.0995 else f"{100 * p:.0f} %"
 
 
-def amount(value: float, digits: int = 4) -> str:
+def amount(value: float, digits: int = DIGITS) -> str:
     """A number as a person writes it, with four significant digits: 1,119,000, 122.4, 0.0312."""
-    return (
-        f"{float(f'{value:.{digits}g}'):,.0f}"
-        if abs(value) >= 10 ** (digits - 1)
-        else f"{value:.{digits}g}"
-    )
+    if abs(value) < 10 ** (digits - 1):
+        return f"{value:.{digits}g}"
+    return f"{float(f'{value:.{digits}g}'):,.0f}"
 
 
 def size_text(number: float) -> str:
     """A number of parameters or tokens in short: 4.04T, 176B, 1.32B, 20.3M."""
-    units = ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "K"), (1, ""))
-    unit, word = next(((unit, word) for unit, word in units if number >= 0.9995 * unit), (1, ""))
-    return f"{float(f'{number / unit:.3g}'):g}{word}"
+    for unit, word in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "K")):
+        if number >= 0.9995 * unit:  # is rounded up to it
+            return f"{float(f'{number / unit:.3g}'):g}{word}"
+    return f"{float(f'{number:.3g}'):g}"
 
 
 def with_interval(value: float, low: float, high: float) -> tuple[str, str, str]:
@@ -50,24 +50,34 @@ def with_interval(value: float, low: float, high: float) -> tuple[str, str, str]
     half = (high - low) / 2
     if not (0 < half < math.inf and value):
         return amount(value), amount(low), amount(high)
-    place = max(math.floor(math.log10(half)) - 1, math.floor(math.log10(abs(value))) - 3)
-    one, two, three = (
-        f"{round(number, -place) + 0.0:,.{max(0, -place)}f}" for number in (value, low, high)
-    )
-    return one, two, three
+    place = math.floor(math.log10(half)) - 1
+    place = max(place, math.floor(math.log10(abs(value))) + 1 - DIGITS)
+    decimals = max(0, -place)
+
+    def rounded(number: float) -> str:
+        return f"{round(number, -place) + 0.0:,.{decimals}f}"  # + 0.0: no "-0"
+
+    return rounded(value), rounded(low), rounded(high)
 
 
 def with_bounds(value: float, low: float, high: float) -> str:
     """A number with its interval: "103.3 (97.2 to 109.8)"."""
-    return "{} ({} to {})".format(*with_interval(value, low, high))
+    text, low_text, high_text = with_interval(value, low, high)
+    return f"{text} ({low_text} to {high_text})"
 
 
 def ranges(numbers: Iterable[int], most: int = 8) -> str:
     """ "1-5, 100, 200 and 7 more": whole numbers in order as ranges, at most so many."""
-    runs = [
-        [n for _, n in run]
-        for _, run in groupby(enumerate(sorted(numbers)), lambda pair: pair[1] - pair[0])
-    ]
-    words = [f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs[:most]]
-    more = sum(map(len, runs[most:]))
-    return ", ".join(words) + f" and {more} more" * (more > 0)
+    words: list[str] = []
+    left_out = 0
+    # in a range number and place rise together
+    for _, group in groupby(enumerate(sorted(numbers)), lambda pair: pair[1] - pair[0]):
+        members = [number for _, number in group]
+        if len(words) == most:
+            left_out += len(members)
+        elif len(members) > 1:
+            words.append(f"{members[0]}-{members[-1]}")
+        else:
+            words.append(str(members[0]))
+    text = ", ".join(words)
+    return f"{text} and {left_out} more" if left_out else text

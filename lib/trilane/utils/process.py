@@ -4,8 +4,6 @@ promised port.
 
 import contextlib
 import ctypes
-import itertools
-import json
 import multiprocessing.process
 import os
 import queue
@@ -17,18 +15,16 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from importlib.metadata import PackageNotFoundError, distribution, distributions
+from collections.abc import Iterator, Mapping, Sequence
+from importlib.metadata import distributions
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NoReturn, TypeAlias
-from urllib.parse import unquote
 
 Child = subprocess.Popen[bytes]
 Lines: TypeAlias = "queue.SimpleQueue[str]"
-PARENT = (
-    "TRILANE_PARENT_PID"  # in the environment, because the parent may end before its child asks
-)
+# in the environment, because the parent may end before its child asks
+PARENT = "TRILANE_PARENT_PID"
 
 
 def python(*arguments: str, program: str = sys.executable) -> list[str]:
@@ -38,8 +34,8 @@ def python(*arguments: str, program: str = sys.executable) -> list[str]:
     Where it would run an engine here, ModuleNotFoundError if torch, of the extra `train`, is
     missing, and ValueError if megatron-core lacks triton.
     """
-    runs_engine = any(argument.startswith("trilane_engine") for argument in arguments[1:2])
-    if runs_engine and program == sys.executable:
+    module = arguments[1] if len(arguments) > 1 else ""
+    if module.startswith("trilane_engine") and program == sys.executable:
         if find_spec("torch") is None:
             message = f"torch=missing: is installed by {install_command('train')}"
             raise ModuleNotFoundError(message, name="torch")
@@ -61,21 +57,10 @@ def imports_triton(megatron: str) -> bool:
 
 
 def install_command(extra: str) -> str:
-    """The command that installs this trilane, which no index has, with an extra: by the clone it
-    came from.
-
-    That clone is where this file lies, or else where pip found it (PyPA's direct_url.json).
-    """
-    clone, option = Path(__file__).resolve().parents[3], "-e "
-    if not (clone / "pyproject.toml").is_file():
-        option = ""
-        with contextlib.suppress(PackageNotFoundError):
-            origin = json.loads(distribution("trilane").read_text("direct_url.json") or "{}").get(
-                "url", ""
-            )
-            clone = Path(unquote(origin.removeprefix("file://")))
-    if clone.is_absolute() and (clone / "pyproject.toml").is_file():
-        return f"pip install {option}{shlex.quote(f'{clone}[{extra}]')}"
+    """The command that installs this trilane, which no index has, with an extra."""
+    clone = Path(__file__).resolve().parents[3]
+    if (clone / "pyproject.toml").is_file():
+        return f"pip install -e {shlex.quote(f'{clone}[{extra}]')}"
     return f"pip install '.[{extra}]' in a clone of the repository"
 
 
@@ -85,23 +70,21 @@ def environment(changes: Mapping[str, str] | None = None) -> dict[str, str]:
 
     Left out: a folder that is searched by its absolute path, which the user chose.
     """
-    found = {
-        **os.environ,
-        **(changes or {}),
-        "PYTHONSAFEPATH": "1",
-    }  # as -P, also for the workers that a child starts
+    values = dict(os.environ)
+    values.update(changes or {})
+    values["PYTHONSAFEPATH"] = "1"  # as -P, also for the workers that a child starts
     for name in ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH"):
         # An empty entry, as PYTHONPATH=$PYTHONPATH:/x leaves it, and a relative one are searched in
         # the current folder.
-        if kept := [
-            place for place in found.pop(name, "").split(os.pathsep) if os.path.isabs(place)
-        ]:
-            found[name] = os.pathsep.join(kept)
+        folders = values.pop(name, "").split(os.pathsep)
+        absolute = [folder for folder in folders if os.path.isabs(folder)]
+        if absolute:
+            values[name] = os.pathsep.join(absolute)
     # A socket's path has at most 107 bytes (man 7 unix); multiprocessing, torch and Jupyter add up
     # to 34 to TMPDIR.
-    if len(os.fsencode(found.get("TMPDIR", ""))) > 70:
-        found["TMPDIR"] = "/tmp"  # in which each makes a folder that its user alone may use
-    return found
+    if len(os.fsencode(values.get("TMPDIR", ""))) > 70:
+        values["TMPDIR"] = "/tmp"  # in which each makes a folder that its user alone may use
+    return values
 
 
 def adopt_environment() -> None:
@@ -131,17 +114,19 @@ def run(
     where it cannot start, as of timeout(1) and a shell, with the reason in stderr.
     """
     options |= {"capture_output": True, "encoding": "utf-8", "errors": "replace"}
-    options |= {} if "input" in options else {"stdin": subprocess.DEVNULL}
+    if "input" not in options:
+        options["stdin"] = subprocess.DEVNULL
     try:
         return subprocess.run(
             command, env=environment(env), timeout=within_s, check=False, **options
         )
     except subprocess.TimeoutExpired:
-        return subprocess.CompletedProcess(
-            command, 124, "", f"{command[0]}: timed out: nothing within {within_s:g} s"
-        )
+        code = 124
+        reason = f"timed out: nothing within {within_s:g} s"
     except OSError as error:
-        return subprocess.CompletedProcess(command, 127, "", f"{command[0]}: {error.strerror}")
+        code = 127
+        reason = str(error.strerror)
+    return subprocess.CompletedProcess(command, code, "", f"{command[0]}: {reason}")
 
 
 def replace_by(command: Sequence[str], env: Mapping[str, str] | None = None) -> NoReturn:
@@ -181,30 +166,23 @@ def interrupt(child: Child, within_s: float = 8.0) -> None:
 
 
 @contextlib.contextmanager
-def dialogue(
-    command: Sequence[str], env: Mapping[str, str] | None = None
-) -> Iterator[tuple[Callable[[str], None], Lines]]:
-    """A child to which one says lines, and the lines that it prints; an empty one is its end.
+def printed_lines(command: Sequence[str], env: Mapping[str, str] | None = None) -> Iterator[Lines]:
+    """The lines that a child prints; an empty one is its end.
 
-    It ends with its input; 5 s later by SIGTERM.
+    It ends with its input, which is open as long as the block; 5 s later by SIGTERM.
     """
-    options = {
-        "stdin": subprocess.PIPE,
-        "stdout": subprocess.PIPE,
-        "stderr": subprocess.STDOUT,
-        "text": True,
-    }
-    child: Any = start(command, env, errors="replace", bufsize=1, **options)
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    child: Any = start(command, env, text=True, errors="replace", bufsize=1, **pipes)
     lines: Lines = queue.SimpleQueue()
-    every = map(lines.put, itertools.chain(child.stdout, [""]))
-    threading.Thread(target=lambda: list(every), daemon=True).start()
 
-    def say(line: str) -> None:
-        with contextlib.suppress(OSError):  # it has ended, and its lines say why
-            child.stdin.write(line + "\n")
+    def read() -> None:
+        for line in child.stdout:
+            lines.put(line)
+        lines.put("")
 
+    threading.Thread(target=read, daemon=True).start()
     try:
-        yield say, lines
+        yield lines
     finally:
         with contextlib.suppress(OSError, subprocess.TimeoutExpired):
             child.stdin.close()

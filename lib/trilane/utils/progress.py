@@ -16,11 +16,9 @@ BATCH = "TRILANE_BATCH"
 
 def progress(items: Sequence[T], what: str, unit: str) -> Iterable[T]:
     """The items, with a bar once they have taken two seconds, which is gone when they are done."""
-    return (
-        bar(items, desc=what, unit=unit, delay=2, leave=False)
-        if len(items) > 1 and is_watched()
-        else items
-    )
+    if len(items) > 1 and is_watched():
+        return bar(items, desc=what, unit=unit, delay=2, leave=False)
+    return items
 
 
 def is_watched() -> bool:
@@ -31,8 +29,9 @@ def is_watched() -> bool:
 
 
 def _is_kernel() -> bool:
-    shell = sys.modules.get("IPython") and sys.modules["IPython"].get_ipython()
-    return getattr(shell, "kernel", None) is not None
+    if "IPython" not in sys.modules:
+        return False
+    return getattr(sys.modules["IPython"].get_ipython(), "kernel", None) is not None
 
 
 def bar(items: Sequence[Any] | None = None, **options: Any) -> Any:

@@ -2,7 +2,6 @@
 unknown one.
 """
 
-import contextlib
 import dataclasses
 import difflib
 import functools
@@ -21,6 +20,9 @@ from typing import Any
 from trilane.utils.tables import T, as_json, middle, one_line
 
 DATA = Path(__file__).parents[1] / "data"  # the files that ship with trilane
+MOST_JSON_BYTES = 1 << 26  # a search with all its plans has a few million
+LARGEST_INTEGER = 1 << 63  # numpy and torch have 64 bits
+PLAIN = {int: "a whole number", float: "a number", str: "text", bool: "true or false"}
 
 
 def require(ok: bool, field: str, value: object, rule: str) -> None:
@@ -31,18 +33,20 @@ def require(ok: bool, field: str, value: object, rule: str) -> None:
 
 def shown(value: object, most: int = 300) -> str:
     """A value as one line for a message, the middle of a long one left out."""
-    # str() refuses a number of more than 4300 digits
-    is_huge = isinstance(value, int) and value.bit_length() > 1000
     if isinstance(value, list | dict) and len(value) > most:
         return f"a {type(value).__name__} of {len(value)}"
-    return "a number of more than 300 digits" if is_huge else one_line(middle(str(value), most))
+    # str() refuses a number of more than 4300 digits
+    if isinstance(value, int) and value.bit_length() > 1000:
+        return "a number of more than 300 digits"
+    return one_line(middle(str(value), most))
 
 
 def require_line(field: str, value: str) -> None:
     """Raise ValueError unless `value` is one line of printable characters."""
     # a path has at most 4096 bytes (PATH_MAX)
-    rule = "must be one line of at most 4000 characters, without control characters"
-    require(value.isprintable() and len(value) <= 4000, field, value, rule)
+    rule = "must be one line of at most 4000 bytes, without control characters"
+    ok = value.isprintable() and len(value.encode()) <= 4000
+    require(ok, field, value, rule)
 
 
 def require_path(field: str, value: str) -> None:
@@ -52,63 +56,48 @@ def require_path(field: str, value: str) -> None:
     require_line(field, value)
     require(not value.startswith("-"), field, value, "must not begin with a dash")
     # a name has at most 255 bytes (NAME_MAX); a suffix may be added
-    fits = len(value.encode()) <= 4000 and all(
-        len(name.encode()) <= 240 for name in value.split("/")
-    )
-    require(fits, field, value, "must have at most 4000 bytes, and 240 in each name")
+    longest = max(len(name.encode()) for name in value.split("/"))
+    require(longest <= 240, field, value, "must have at most 240 bytes in each name")
 
 
 def require_label(field: str, value: str) -> None:
     """Raise ValueError unless `value` can be the name of a folder."""
     require_path(field, value)
-    ok = (
-        value == value.strip()
-        and 0 < len(value.encode()) <= 200
-        and "/" not in value
-        and value[0] != "."
-    )
-    rule = "must be a plain folder name (no slash, no dot in front, no blank at an end, at most 200 bytes)"
-    require(ok, field, repr(value), rule)
+    ok = bool(value) and value == value.strip() and "/" not in value and not value.startswith(".")
+    rule = "must be a plain folder name (no slash, no dot in front, no blank at an end)"
+    require(ok and len(value.encode()) <= 200, field, repr(value), f"{rule} of at most 200 bytes")
 
 
 def require_known(field: str, value: str, known: Iterable[str]) -> None:
     """Raise ValueError with the nearest and all known names, unless `value` is one of them."""
     names = list(known)
     if value not in names:
-        hint = f"{_hint(value, names)} known: {', '.join(sorted(names))}"
-        require(False, field, value, hint.lstrip())
+        hint = _hint(value, names)
+        require(False, field, value, f"{hint} known: {', '.join(sorted(names))}".lstrip())
 
 
-def with_nearest(rule: str, value: object, names: Iterable[str], cutoff: float = 0.6) -> str:
+def with_nearest(rule: str, value: object, names: Iterable[str]) -> str:
     """The rule with the name that may be meant: "no such file; did you mean run.log?"."""
-    return "; ".join(filter(None, (rule, _hint(value, names, cutoff))))
+    hint = _hint(value, names)
+    return f"{rule}; {hint}" if hint else rule
 
 
-def _hint(value: object, names: Iterable[str], cutoff: float = 0.6) -> str:
+def _hint(value: object, names: Iterable[str]) -> str:
     """A question with the name that begins with the value, or is nearest to it; "" where none is."""
-    word, known = str(value)[:300], sorted(names)
-    longer = [name for name in known if len(word) > 1 and name.startswith(word)]
-    close = longer or difflib.get_close_matches(word, known, 1, cutoff)
-    return f"did you mean {close[0]}?" if close else ""
+    word = str(value)[:300]
+    known = sorted(names)
+    nearest = [name for name in known if len(word) > 1 and name.startswith(word)]
+    nearest = nearest or difflib.get_close_matches(word, known, 1)
+    return f"did you mean {nearest[0]}?" if nearest else ""
 
 
-def _missing(rule: str, path: Path) -> str:
-    with contextlib.suppress(OSError):
-        return with_nearest(rule, path.name, os.listdir(path.parent), 0.8)  # endings are equal
-    return rule
-
-
-def require_integer(field: str, value: Any, minimum: int, maximum: int = 1 << 63) -> None:
+def require_integer(field: str, value: Any, minimum: int, maximum: int = LARGEST_INTEGER) -> None:
     """Raise ValueError unless `value` is an int (not a bool) of at least `minimum` and at most
     `maximum`.
     """
     is_integer = isinstance(value, int) and not isinstance(value, bool)
-    require(
-        is_integer and value >= minimum,
-        field,
-        value,
-        f"must be a whole number of at least {minimum}",
-    )
+    rule = f"must be a whole number of at least {minimum}"
+    require(is_integer and value >= minimum, field, value, rule)
     require(value <= maximum, field, value, f"must be at most {maximum}")
 
 
@@ -124,11 +113,9 @@ def require_not_negative(field: str, value: Any) -> None:
 
 def is_number(value: object) -> bool:
     """Whether the value is a finite number."""
-    return (
-        isinstance(value, int | float)
-        and not isinstance(value, bool)
-        and -math.inf < value < math.inf
-    )
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    return -math.inf < value < math.inf
 
 
 def from_mapping(kind: type[T], values: Any, where: str) -> T:
@@ -138,42 +125,44 @@ def from_mapping(kind: type[T], values: Any, where: str) -> T:
     `where` names the object in errors. ValueError for an unknown, missing or ill-typed field.
     """
     require(isinstance(values, Mapping), where, type(values).__name__, "must be a JSON object")
-    fields = {f.name: f for f in dataclasses.fields(kind)}  # type: ignore[arg-type]
+    fields = dataclasses.fields(kind)  # type: ignore[arg-type]
+    names = [field.name for field in fields]
     for name in values:
-        require_known(f"{where} field", name, fields)
-    for name, field in fields.items():
-        needed = (
-            field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
-        )
-        require(name in values or not needed, f"{where}.{name}", "missing", "is required")
+        require_known(f"{where} field", name, names)
+    for field in fields:
+        defaults = (field.default, field.default_factory)
+        ok = field.name in values or defaults != (dataclasses.MISSING, dataclasses.MISSING)
+        require(ok, f"{where}.{field.name}", "missing", "is required")
     hints = typing.get_type_hints(kind)
-    return kind(
-        **{name: _value(hints[name], value, f"{where}.{name}") for name, value in values.items()}
-    )
+    arguments = {
+        name: _value(hints[name], value, f"{where}.{name}") for name, value in values.items()
+    }
+    return kind(**arguments)
 
 
 def _value(hint: Any, value: Any, where: str) -> Any:
+    if isinstance(hint, types.UnionType):  # always with None
+        if value is None:
+            return None
+        hint = typing.get_args(hint)[0]
     if dataclasses.is_dataclass(hint):
         return from_mapping(hint, value, where)  # type: ignore[arg-type]
-    if isinstance(hint, types.UnionType) and value is not None:
-        return _value(next(t for t in typing.get_args(hint) if t is not type(None)), value, where)
     origin = typing.get_origin(hint)
     if origin is tuple:
         require(isinstance(value, list | tuple), where, value, "must be a list")
-        return tuple(_value(typing.get_args(hint)[0], v, where) for v in value)
+        return tuple(_value(typing.get_args(hint)[0], item, where) for item in value)
     if origin is dict:
-        texts = isinstance(value, Mapping) and all(isinstance(v, str) for v in value.values())
-        require(texts, where, value, "must be a JSON object of texts")
-    if hint is float and isinstance(value, int) and not isinstance(value, bool):
-        require(abs(value) < 1 << 1000, where, value, "is too large")
-        return float(value)
-    plain = {int: "a whole number", float: "a number", str: "text", bool: "true or false"}
-    if hint in plain:
-        right = isinstance(value, hint) and not (hint is int and isinstance(value, bool))
-        require(right, where, repr(value), f"must be {plain[hint]}")
-        require(
-            hint is not int or abs(value) < 1 << 63, where, value, "must have less than 64 bits"
-        )
+        is_of_texts = isinstance(value, Mapping)
+        is_of_texts = is_of_texts and all(isinstance(text, str) for text in value.values())
+        require(is_of_texts, where, value, "must be a JSON object of texts")
+    if hint not in PLAIN:
+        return value
+    if isinstance(value, int) and not isinstance(value, bool):
+        require(abs(value) < LARGEST_INTEGER, where, value, "must have less than 64 bits")
+        if hint is float:
+            return float(value)
+    is_right = isinstance(value, hint) and (hint is bool or not isinstance(value, bool))
+    require(is_right, where, repr(value), f"must be {PLAIN[hint]}")
     return value
 
 
@@ -185,31 +174,22 @@ def to_mapping(value: Any) -> dict[str, Any]:
 def read_json(path: Path | str, what: str) -> Any:
     """The JSON in `path`; ValueError with its name where it is missing, not JSON, or not finite in
     a number.
-
-    A key that an object holds twice is refused.
     """
-
-    def finite(number: str) -> float:
-        if not math.isfinite(float(number)):
-            raise ValueError(f"{shown(number, 40)} is not a finite number")
-        return float(number)
-
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        values = dict(pairs)
-        if len(values) < len(pairs):
-            names = [name for name, _ in pairs]
-            twice = max(values, key=names.count)
-            raise ValueError(f"the key {shown(repr(twice), 40)} is there twice")
-        return values
-
-    text = read_text(path, what, 1 << 26)  # a search with all its plans has a few million bytes
+    text = read_text(path, what, MOST_JSON_BYTES)
     try:
-        return json.loads(text, parse_float=finite, parse_constant=finite, object_pairs_hook=unique)
+        return json.loads(text, parse_float=_finite, parse_constant=_finite)
     except RecursionError:
         reason = "nested too deep"
     except ValueError as error:  # also an integer of more than 4300 digits
         reason = str(error).partition("; use sys.")[0]
     raise ValueError(f"{what}={shown(path)}: not JSON ({shown(reason)})")
+
+
+def _finite(text: str) -> float:
+    number = float(text)
+    if not math.isfinite(number):
+        raise ValueError(f"{shown(text, 40)} is not a finite number")
+    return number
 
 
 def read_object(path: Path | str, what: str, **fields: type) -> dict[str, Any]:
@@ -219,8 +199,8 @@ def read_object(path: Path | str, what: str, **fields: type) -> dict[str, Any]:
     values = read_json(path, what)
     require(isinstance(values, dict), what, path, "must hold a JSON object")
     for name, kind in fields.items():
-        words = "an object" if kind is dict else "a list" if kind is list else "text"
-        require(isinstance(values.get(name), kind), what, path, f"must hold `{name}`, {words}")
+        is_right = isinstance(values.get(name), kind)
+        require(is_right, what, path, f"must hold `{name}`, a JSON {kind.__name__}")
     return values
 
 
@@ -249,31 +229,25 @@ def shipped_json(name: str) -> Any:
 def require_file(field: str, path: Path) -> None:
     """Raise ValueError unless `path` is a file."""
     require(not path.is_dir(), field, path, "is a folder; a file is needed")
-    require(
-        path.is_file(),
-        field,
-        path,
-        "is no regular file" if path.exists() else _missing("no such file", path),
-    )
+    require(path.exists(), field, path, "no such file")
+    require(path.is_file(), field, path, "is no regular file")
 
 
 def require_folder(field: str, path: Path) -> None:
     """Raise ValueError unless `path` is a folder."""
     require(not path.is_file(), field, path, "is a file; a folder is needed")
-    require(path.is_dir(), field, path, _missing("no such folder", path))
+    require(path.is_dir(), field, path, "no such folder")
 
 
 def parse_count(field: str, text: str) -> float:
     """The number of "40B", "350M", "1.5T" or "1.3e9"; ValueError where it is no finite number above
     zero.
     """
-    found = re.fullmatch(r"(\d+\.?\d*|\.\d+)(e[+-]?\d+)?\s*([KMBTkmbt]?)", text.strip())
+    match = re.fullmatch(r"((?:\d+\.?\d*|\.\d+)(?:e[+-]?\d+)?)\s*([KMBTkmbt]?)", text.strip())
+    value = 0.0
+    if match:
+        value = float(match[1]) * 1000.0 ** " KMBT".index(match[2].upper() or " ")
     rule = "must be a number above zero, such as 40B, 350M, 1.5T or 1.3e9"
-    value = (
-        float(found[1] + (found[2] or "")) * 1000.0 ** " KMBT".index(found[3].upper() or " ")
-        if found
-        else 0.0
-    )
     require(0 < value < math.inf, field, text, rule)
     return value
 
