@@ -7,7 +7,6 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import pytest
-from support import REPOSITORY
 
 from trilane.analysis import loss_curve
 from trilane.analysis import measure as flops
@@ -18,7 +17,6 @@ from trilane.costmodel.measured_rows import read_rows, shipped_rows
 from trilane.logs.reading.runs import Device
 from trilane.logs.run import RunLog
 
-RAW = REPOSITORY.parent / "shared/rawlogs"
 ARGUMENTS = dict(
     num_layers=24, hidden_size=2048, num_attention_heads=16, seq_length=2048, padded_vocab_size=50304, world_size=8,
     tensor_model_parallel_size=2, pipeline_model_parallel_size=2, micro_batch_size=1, global_batch_size=16,
@@ -200,7 +198,6 @@ def test_logs_of_one_training_join_and_what_was_done_again_counts_once():
     assert joined.table["iteration"].tolist() == list(range(1, 14))
     assert joined.table["lm_loss"].tolist() == [5.0] * 7 + [4.0] * 6
     assert [(r.iteration, r.redone, r.log) for r in joined.restarts] == [(8, 3, "2")]
-    assert joined.redone["iteration"].tolist() == [8, 9, 10]
     axes = joined.axes()
     assert axes["samples"].tolist() == [4 * i for i in range(1, 14)] and "tokens" not in axes
     assert axes["hours"] == pytest.approx(np.arange(1, 14) * 2 / 3600)

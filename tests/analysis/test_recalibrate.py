@@ -85,7 +85,7 @@ def test_a_lesson_brings_predictions_nearer_and_reports_their_uncertainty(tmp_pa
         p.sec_lo < r.seconds < p.sec_hi
         for p, r in zip(recalibration.after, recalibration.rows, strict=True)
     )
-    assert "3 of 3 runs completed" in collect.MeasuredRuns(runs=tuple(runs)).finding(recalibration)
+    assert "3 of 3 runs completed" in collect.MeasuredRuns(runs=tuple(runs)).summary(recalibration)
     assert not recalibrate.recalibrate([measure_log(log())])
 
 
@@ -99,11 +99,7 @@ def test_a_folder_of_anybodys_logs_is_gathered(tmp_path, outputs):
     (folder / "notes").write_text("no training here\n")
     found = collect.measure_runs(Study.open("s"), str(folder), 5)
     assert [m.name for m in found.runs] == ["run", "2 tp1-pp1-dp8", "3 megatron-2021"]
-    assert (
-        "TFLOPs" in found._repr_html_()
-        and "Not counted" in found.details()
-        and "MFU" not in found.details()
-    )
+    assert "TFLOP/s" in found._repr_html_() and "MFU" not in found._repr_html_()
     assert len(found.unread) == 1 and found.unread[0].startswith(
         f"log={folder}/notes: holds no iteration line"
     )
@@ -200,7 +196,7 @@ def test_ten_rows_calibrate_alike_from_csv_markdown_python_and_04(
     recalibration = recalibrate.recalibrate(runs.runs, A100)
     recalibration.save(study, "04_analyze")
     assert (
-        "10 rows of typed tables" in runs.finding(recalibration)
+        "10 rows of typed tables" in runs.summary(recalibration)
         and not runs.logs
         and "<table" not in runs._repr_html_()
     )

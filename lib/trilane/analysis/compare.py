@@ -5,7 +5,6 @@ configuration do.
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -13,11 +12,14 @@ from trilane.analysis.measure import Measurement
 from trilane.utils.validation import require
 
 # Seven pairs of runs of one configuration on one day among the shipped rows differ by 0.6, 1.1,
-# 1.1, 1.4, 2.7, 9.0 and
-# 15.5 % (tests recompute it). A claim on single runs must exceed their mean square. On another day
-# the network may differ: 76 % once.
+# 1.1, 1.4, 2.7, 9.0 and 15.5 % (a test recomputes it). A claim on single runs must exceed their
+# mean square. On another day the network may differ: 76 % once.
 SINGLE_DEVIATION = 0.049  # of ln(seconds)
 SINGLE_FREEDOM = 7
+SINGLE_SOURCE = (
+    "one run a side: taken from repeats of one configuration on one day, "
+    "7 pairs on Jean Zay (2021, 2022)"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,20 +52,24 @@ class Comparison:
     @property
     def sentence(self) -> str:
         """The result, with its interval."""
-        size, ends = abs(math.expm1(self.change)), (math.expm1(self.low), math.expm1(self.high))
+        size = abs(math.expm1(self.change))
+        low, high = math.expm1(self.low), math.expm1(self.high)
+        is_faster = self.change < 0
         if self.decided:
-            near, far = sorted(map(abs, ends))
-            word = "faster" if self.change < 0 else "slower"
+            near, far = sorted([abs(low), abs(high)])
+            word = "faster" if is_faster else "slower"
             return f"B is {size:.1%} {word} ({near:.1%} to {far:.1%}, {self.confidence:.0%})"
-        change = f"{size:.1%} {'less' if self.change < 0 else 'more'} time than A"
-        span = f"{ends[0]:+.1%} to {ends[1]:+.1%} ({self.confidence:.0%})"
-        return f"no difference shown: B takes {change}, which may be {span}; more runs a side narrow that"
+        change = f"B takes {size:.1%} {'less' if is_faster else 'more'} time than A"
+        span = f"which may be {low:+.1%} to {high:+.1%} ({self.confidence:.0%})"
+        return f"no difference shown: {change}, {span}; more runs a side narrow that"
 
-    def __str__(self) -> str:
+    def summary(self) -> str:
+        """The result, the seconds of both sides, the spread between runs, and notes, in lines."""
         unit = "an iteration" if self.unit == "iteration" else "a token"
-        seconds = f"A {self.seconds_a:.4g} s, B {self.seconds_b:.4g} s {unit} ({self.runs_a} and {self.runs_b} runs)"
+        seconds = f"A {self.seconds_a:.4g} s, B {self.seconds_b:.4g} s {unit}"
+        runs = f"{seconds} ({self.runs_a} and {self.runs_b} runs)"
         spread = f"spread between runs {self.deviation:.2%}: {self.source}"
-        return "\n".join([self.sentence, seconds, spread, *self.notes])
+        return "\n".join([self.sentence, runs, spread, *self.notes])
 
 
 def compare(
@@ -82,24 +88,35 @@ def compare(
     from scipy.stats import t
 
     require(0.5 <= confidence < 1, "confidence", confidence, "must lie between 0.5 and 1")
-    sizes = [m.tokens_per_s * m.sec_per_it for m in (*a, *b)]
-    per_token = not any(map(math.isnan, sizes)) and max(sizes, default=0) > 1.001 * min(
-        sizes, default=0
+    tokens = np.array([run.tokens_per_s * run.sec_per_it for run in (*a, *b)])
+    per_token = len(tokens) > 0 and tokens.max() > 1.001 * tokens.min()  # False for NaN
+    x = _log_seconds("A", a, per_token)
+    y = _log_seconds("B", b, per_token)
+    least = max(_median_error(run) for run in (*a, *b))
+    deviation, error, freedom, source = _spread(x, y, least)
+    change = float(y.mean() - x.mean())
+    reach = float(t.ppf((1 + confidence) / 2, freedom)) * error
+    return Comparison(
+        runs_a=len(x),
+        runs_b=len(y),
+        unit="token" if per_token else "iteration",
+        seconds_a=math.exp(x.mean()),
+        seconds_b=math.exp(y.mean()),
+        change=change,
+        low=change - reach,
+        high=change + reach,
+        confidence=confidence,
+        deviation=deviation,
+        source=source,
+        notes=tuple(_notes(a, b)),
     )
-    sides = []
-    for name, runs in (("A", a), ("B", b)):
-        times = [1 / m.tokens_per_s if per_token else m.sec_per_it for m in runs]
-        sides.append(np.log([seconds for seconds in times if 0 < seconds < math.inf]))
-        require(len(sides[-1]) > 0, name, "no run", "of these has a time of an iteration")
-    x, y = sides
-    middle_a, middle_b = (float(np.mean(side)) for side in sides)
-    deviation, error, freedom, source = _spread(x, y, max(map(_own_error, (*a, *b))))
-    change, reach = middle_b - middle_a, float(t.ppf((1 + confidence) / 2, freedom)) * error
-    found: dict[str, Any] = {"runs_a": len(x), "runs_b": len(y)}
-    found |= {"seconds_a": math.exp(middle_a), "seconds_b": math.exp(middle_b), "change": change}
-    found |= {"low": change - reach, "high": change + reach, "confidence": confidence}
-    found |= {"deviation": deviation, "source": source, "notes": tuple(_notes(a, b))}
-    return Comparison(**found, unit="token" if per_token else "iteration")
+
+
+def _log_seconds(side: str, runs: Sequence[Measurement], per_token: bool) -> np.ndarray:
+    seconds = np.array([1 / run.tokens_per_s if per_token else run.sec_per_it for run in runs])
+    seconds = seconds[(seconds > 0) & (seconds < math.inf)]
+    require(len(seconds) > 0, side, "no run", "of these has a time of an iteration")
+    return np.log(seconds)
 
 
 def _spread(x: np.ndarray, y: np.ndarray, least: float) -> tuple[float, float, float, str]:
@@ -108,51 +125,38 @@ def _spread(x: np.ndarray, y: np.ndarray, least: float) -> tuple[float, float, f
     """
     m, n = len(x), len(y)
     if m > 1 and n > 1:
-        u, v = (max(float(np.var(z, ddof=1)), least**2) for z in (x, y))
-        freedom = (u / m + v / n) ** 2 / ((u / m) ** 2 / (m - 1) + (v / n) ** 2 / (n - 1))
-        return (
-            math.sqrt((u + v) / 2),
-            math.sqrt(u / m + v / n),
-            freedom,
-            f"measured between {m} and {n} runs",
-        )
-    side, many = ("A", x) if m > 1 else ("B", y)
-    deviation, freedom = max(SINGLE_DEVIATION, least), float(SINGLE_FREEDOM)
-    source = "one run a side: taken from repeats of one configuration on one day, 7 pairs on Jean Zay (2021, 2022)"
-    if len(many) > 1:
-        deviation, freedom = max(float(np.std(many, ddof=1)), least), len(many) - 1
-        source = f"measured between the {len(many)} runs of {side}, taken for both"
+        u = max(float(np.var(x, ddof=1)), least**2) / m
+        v = max(float(np.var(y, ddof=1)), least**2) / n
+        freedom = (u + v) ** 2 / (u**2 / (m - 1) + v**2 / (n - 1))
+        source = f"measured between {m} and {n} runs"
+        return math.sqrt((u * m + v * n) / 2), math.sqrt(u + v), freedom, source
+    deviation, freedom, source = SINGLE_DEVIATION, SINGLE_FREEDOM, SINGLE_SOURCE
+    for side, logarithms in (("A", x), ("B", y)):
+        if len(logarithms) > 1:
+            deviation = float(np.std(logarithms, ddof=1))
+            freedom = len(logarithms) - 1
+            source = f"measured between the {len(logarithms)} runs of {side}, taken for both"
+    deviation = max(deviation, least)
     return deviation, deviation * math.sqrt(1 / m + 1 / n), freedom, source
 
 
-def _own_error(m: Measurement) -> float:
+def _median_error(run: Measurement) -> float:
     """Standard error of a run's own median, a lower bound of any comparison's."""
-    return (
-        1.25 * 1.4826 * m.spread / math.sqrt(m.iterations)
-        if m.iterations and m.spread > 0
-        else 1e-6
-    )
+    if not run.iterations or not run.spread > 0:
+        return 1e-6
+    return 1.25 * 1.4826 * run.spread / math.sqrt(run.iterations)
 
 
 def _notes(a: Sequence[Measurement], b: Sequence[Measurement]) -> Iterator[str]:
     for side, runs in (("A", a), ("B", b)):
-        if (
-            len(
-                {
-                    (m.config.shape, m.config.tp, m.config.pp, m.config.dp, m.config.mbs)
-                    for m in runs
-                }
-            )
-            > 1
-        ):
+        configs = [run.config for run in runs]
+        if len({(c.shape, c.tp, c.pp, c.dp, c.mbs) for c in configs}) > 1:
             yield f"the runs of {side} differ among themselves in shape or topology"
-        yield from (
-            f"the time of {m.name} of {side} is open: {m.time_problems[0]}"
-            for m in runs
-            if m.time_problems
-        )
-    one, other = ({m.config.gpus for m in runs} - {0} for runs in (a, b))
-    if one and other and one != other:
-        yield "A ran on {} GPUs, B on {}".format(
-            *(" or ".join(map(str, sorted(n))) for n in (one, other))
-        )
+        for run in runs:
+            if run.time_problems:
+                yield f"the time of {run.name} of {side} is open: {run.time_problems[0]}"
+    gpus_a = {run.config.gpus for run in a} - {0}
+    gpus_b = {run.config.gpus for run in b} - {0}
+    if gpus_a and gpus_b and gpus_a != gpus_b:
+        counts = [" or ".join(map(str, sorted(gpus))) for gpus in (gpus_a, gpus_b)]
+        yield f"A ran on {counts[0]} GPUs, B on {counts[1]}"

@@ -20,6 +20,11 @@ LEAST = 10  # lines before the first that has a level
 # Of robust noise. False alarms in 10,000 lines: none on Gaussian noise of 0.5 to 10 %, none on
 # noise that remembers 0.7 of the line before, one on Student's t with five degrees of freedom.
 SIGMAS = 8.0
+# Of a logarithm: losses are printed with few digits, and batches differ.
+LEAST_NOISE = 2e-3
+AFTER = 512  # lines after a restart that are compared with those before it
+# what two logs of one training have in common
+SAME = ("num_layers", "hidden_size", "num_attention_heads")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -45,16 +50,12 @@ class Restart:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Curve:
-    """One training. `table` has each iteration once, rising, with the columns of the logs and
-    `log`, its number.
+    """One training. `table` has each iteration once, rising, with the columns of the logs.
 
-    `redone` has the iterations that a later log repeated, as the earlier one had them: the loss
-    should be the same. `validation` has iteration and lm_loss of each evaluation, empty where there
-    was none.
+    `validation` has iteration and lm_loss of each evaluation, empty where there was none.
     """
 
     table: pd.DataFrame
-    redone: pd.DataFrame
     restarts: tuple[Restart, ...]
     validation: pd.DataFrame = field(default_factory=pd.DataFrame)
 
@@ -65,18 +66,18 @@ class Curve:
         Hours are those that the iterations took: each line's seconds for every iteration since the
         line before. Left out: the time between two jobs, and what was trained again.
         """
-        found = {"iterations": self.table["iteration"].to_numpy(float)}
+        iteration = self.table["iteration"].to_numpy(float)
+        axes = {"iterations": iteration}
         for name in ("samples", "tokens"):
             column = f"consumed_{name}"
             if column in self.table and self.table[column].notna().all():
-                found[name] = self.table[column].to_numpy(float)
-        if "sec_per_it" in self.table and (seconds := self.table["sec_per_it"]).notna().any():
-            at = found["iterations"]
-            steps = np.diff(at, prepend=at[0] - interval(at))
-            found["hours"] = (
-                np.cumsum(seconds.fillna(seconds.median()).to_numpy(float) * steps) / 3600
-            )
-        return found
+                axes[name] = self.table[column].to_numpy(float)
+        if "sec_per_it" in self.table and self.table["sec_per_it"].notna().any():
+            steps = np.diff(iteration, prepend=iteration[0] - interval(iteration))
+            seconds = self.table["sec_per_it"]
+            seconds = seconds.fillna(seconds.median()).to_numpy(float)
+            axes["hours"] = np.cumsum(seconds * steps) / 3600
+        return axes
 
 
 def join(logs: Sequence[RunLog], seq_length: int = 0) -> Curve:
@@ -88,43 +89,46 @@ def join(logs: Sequence[RunLog], seq_length: int = 0) -> Curve:
     A log that begins at an iteration of an earlier log went back to a checkpoint: from there on its
     iterations count. Raises ValueError where no log has an iteration with a number.
     """
-    numbered = [(number, log) for number, log in enumerate(logs) if log.first_iteration is not None]
-    require(
-        bool(numbered),
-        "logs",
-        ", ".join(log.source.name for log in logs) or "none",
-        "hold no iteration",
-    )
-    kept, redone, restarts = pd.DataFrame(), list[pd.DataFrame](), list[Restart]()
+    numbered = [log for log in logs if log.first_iteration is not None]
+    names = ", ".join(log.source.name for log in logs) or "none"
+    require(bool(numbered), "logs", names, "hold no iteration")
+    whole = pd.DataFrame()
+    restarts: list[Restart] = []
     last: RunLog | None = None
-    for number, log in numbered:
-        table = _rising(log, number, seq_length)
-        first = table["iteration"].iloc[0]
-        resumes = [
-            (at, log, _rising(replace(log, iterations=rows), number, seq_length))
-            for at, rows in log.resumes
-        ]
+    for log in numbered:
+        table = _rising(log, seq_length)
+        first = int(table["iteration"].iloc[0])
         if last:
-            resumes.insert(0, (int(first), last, kept[kept["iteration"] >= first]))
-        for at, old, again in resumes:
-            rows = table if old is log else kept
-            before, after = (
-                pd.concat([rows[rows["iteration"] < at], again]),
-                table[table["iteration"] >= at].head(512),
-            )
-            restarts.append(
-                Restart(
-                    iteration=at, redone=len(again), before=before, after=after, logs=(old, log)
-                )
-            )
-            redone.append(again)
-        kept, last = pd.concat([kept[kept["iteration"] < first], table]) if last else table, log
+            again = whole[whole["iteration"] >= first]
+            whole = whole[whole["iteration"] < first]
+            restarts.append(_restart(first, whole, again, table, (last, log)))
+        for iteration, rows in log.resumes:
+            again = _rising(replace(log, iterations=rows), seq_length)
+            before = table[table["iteration"] < iteration]
+            restarts.append(_restart(iteration, before, again, table, (log, log)))
+        whole = pd.concat([whole, table])
+        last = log
     validation = pd.DataFrame()
     for log in logs:
         validation = continued(validation, log)
-    repeated = pd.concat(redone or [kept.iloc[:0]])
-    whole = kept.reset_index(drop=True)
-    return Curve(table=whole, redone=repeated, restarts=tuple(restarts), validation=validation)
+    table = whole.reset_index(drop=True)
+    return Curve(table=table, restarts=tuple(restarts), validation=validation)
+
+
+def _restart(
+    iteration: int,
+    before: pd.DataFrame,
+    again: pd.DataFrame,
+    table: pd.DataFrame,
+    logs: tuple[RunLog, RunLog],
+) -> Restart:
+    return Restart(
+        iteration=iteration,
+        redone=len(again),
+        before=pd.concat([before, again]),
+        after=table[table["iteration"] >= iteration].head(AFTER),
+        logs=logs,
+    )
 
 
 def trainings(logs: Sequence[RunLog]) -> list[list[RunLog]]:
@@ -134,50 +138,48 @@ def trainings(logs: Sequence[RunLog]) -> list[list[RunLog]]:
     that first one is above 1 and the arguments that both print agree; and one that ended earlier,
     where both print the same number of iterations in all. All others begin a training.
     """
-    found: list[list[RunLog]] = []
-    for log in (log for log in logs if log.first_iteration is not None):
-        at = log.column("iteration")
-        fitting = [
-            t for t in found if interval(at) < at[0] and _continues(t, log, at[0] - interval(at))
-        ]
+    groups: list[list[RunLog]] = []
+    for log in logs:
+        if log.first_iteration is None:
+            continue
+        fitting = [group for group in groups if _continues(group, log)]
         if fitting:
             fitting[-1].append(log)
         else:
-            found.append([log])
-    return found
+            groups.append([log])
+    return groups
 
 
-def _continues(training: Sequence[RunLog], log: RunLog, before: float) -> bool:
-    last, same = (
-        training[-1],
-        ("num_layers", "hidden_size", "num_attention_heads"),
-    )  # a training may be extended
-    both = [name for name in same if name in last.arguments and name in log.arguments]
-    lengths = [
-        float(one.column("train_iters")[-1:].sum()) for one in (last, log)
-    ]  # 0, or NaN, where not printed
-    reached = max(float(one.column("iteration")[-1]) for one in training)
-    alike = last.dialect == log.dialect and all(
-        last.arguments[name] == log.arguments[name] for name in both
-    )
-    return alike and (before <= reached or lengths[0] == lengths[1] > 0)
+def _continues(training: Sequence[RunLog], log: RunLog) -> bool:
+    iteration = log.column("iteration")
+    before = iteration[0] - interval(iteration)
+    last = training[-1]
+    if before <= 0 or last.dialect != log.dialect:
+        return False
+    for name in SAME:
+        given = last.arguments.get(name)
+        if given is not None and log.arguments.get(name, given) != given:
+            return False
+    if before <= max(float(one.column("iteration")[-1]) for one in training):
+        return True
+    # 0, or NaN, where not printed
+    lengths = [float(one.column("train_iters")[-1:].sum()) for one in (last, log)]
+    return lengths[0] == lengths[1] > 0
 
 
-def _rising(log: RunLog, number: int, seq_length: int) -> pd.DataFrame:
+def _rising(log: RunLog, seq_length: int) -> pd.DataFrame:
     """The log's iterations, each once, with consumed samples and tokens by its arguments where they
     are not printed.
     """
-    table = log.iterations.sort_values("iteration", kind="stable").drop_duplicates(
-        "iteration", keep="last"
-    )
-    table, config = table.assign(log=number), run_config(log)
+    table = log.iterations.sort_values("iteration", kind="stable")
+    table = table.drop_duplicates("iteration", keep="last").copy()
+    config = run_config(log)
+    length = config.seq_length or seq_length
     if "consumed_samples" not in table and config.gbs:  # constant: logs of a ramp-up print samples
         table["consumed_samples"] = table["iteration"] * config.gbs
-    curriculum, length = (
-        "seq_length" in table and table["seq_length"].nunique() > 1,
-        config.seq_length or seq_length,
-    )
-    if "consumed_tokens" not in table and "consumed_samples" in table and length and not curriculum:
+    is_curriculum = "seq_length" in table and table["seq_length"].nunique() > 1
+    is_counted = "consumed_samples" in table and "consumed_tokens" not in table
+    if is_counted and length and not is_curriculum:
         table["consumed_tokens"] = table["consumed_samples"] * length
     return table
 
@@ -193,8 +195,8 @@ def baseline(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     before = pd.Series(x).shift(1)
     level = np.fmin(before.rolling(WINDOW, min_periods=LEAST).median(), before.rolling(3).median())
     steps = before.diff().abs().rolling(WINDOW, min_periods=LEAST - 1).median()
-    known = np.minimum(np.arange(len(x)), WINDOW).clip(1)
-    return level.to_numpy(), _sigma(steps.to_numpy(), known)
+    lines = np.minimum(np.arange(len(x)), WINDOW).clip(1)
+    return level.to_numpy(), _sigma(steps.to_numpy(), lines)
 
 
 def noise(x: np.ndarray) -> float:
@@ -203,9 +205,8 @@ def noise(x: np.ndarray) -> float:
 
 
 def _sigma(step: Any, lines: Any) -> Any:
-    # Few lines give a poor estimate of noise. Losses are printed, and batches differ: never below
-    # 0.2 %.
-    return np.maximum(1.4826 / math.sqrt(2) * step * (1 + 2 * LEAST / lines), 2e-3)
+    # few lines give a poor estimate of noise
+    return np.maximum(1.4826 / math.sqrt(2) * step * (1 + 2 * LEAST / lines), LEAST_NOISE)
 
 
 def change(value: float, expected: float) -> str:
@@ -215,4 +216,4 @@ def change(value: float, expected: float) -> str:
     if not expected or not value:
         return f"{value - expected:+.6g}"
     ratio = value / expected
-    return f"x {ratio:.3g}" if not 0.5 < ratio < 2 else f"{ratio - 1:+.2%}"
+    return f"{ratio - 1:+.2%}" if 0.5 < ratio < 2 else f"x {ratio:.3g}"

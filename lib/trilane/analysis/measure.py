@@ -48,22 +48,27 @@ def iteration_flops(
     training.py of Megatron-LM 2025 (core 0.16). Left out by all: norms, softmax, GELU, optimizer.
     """
     s, L, h = shape.seq_length, shape.num_layers, shape.hidden_size
-    again = 2 * shape.norm_parameters + 2 * h * (shape.biases == "all")
+    is_full = recompute == "full"
+    passes = 4 if is_full else 3
+    copies = 2 * shape.norm_parameters
+    if shape.biases == "all":
+        copies += 2 * h
+    per_rank = shape.layer_parameters + copies * (tp - 1)
     return {
-        "narayanan": shape.flops_per_iteration(batch, recompute == "full"),
-        "size_factor": 2.0 * shape.parameters * (4 if recompute == "full" else 3) * batch * s,
-        "replicated": 8.0 * batch * s * L * (shape.layer_parameters + again * (tp - 1)),
+        "narayanan": shape.flops_per_iteration(batch, is_full),
+        "size_factor": 2.0 * shape.parameters * passes * batch * s,
+        "replicated": 8.0 * batch * s * L * per_rank,
         "megatron_causal": shape.flops_per_iteration(batch) - 6.0 * batch * s**2 * L * h,
     }
 
 
 def rates(config: RunConfig, seconds: float) -> dict[str, float]:
     """FLOP/s per GPU by definition; {} where shape, GPUs, batch or seconds are unknown."""
-    shape, batch = config.shape, config.gbs
-    if not (shape and config.gpus and batch > 0 and seconds > 0):
+    shape = config.shape
+    if not (shape and config.gpus and config.gbs > 0 and seconds > 0):
         return {}
-    found = iteration_flops(shape, batch, config.tp, config.recompute)
-    return {name: flops / seconds / config.gpus for name, flops in found.items()}
+    flops = iteration_flops(shape, config.gbs, config.tp, config.recompute)
+    return {name: number / seconds / config.gpus for name, number in flops.items()}
 
 
 def utilization(config: RunConfig, seconds: float) -> dict[str, float]:
@@ -76,12 +81,13 @@ def utilization(config: RunConfig, seconds: float) -> dict[str, float]:
     dense rate in the run's precision. Left out: kernels that skip the masked half, boost clocks and
     power caps.
     """
-    shape, peak = config.shape, config.gpus * config.peak_flops_per_s
+    shape = config.shape
+    peak = config.gpus * config.peak_flops_per_s
     if not (shape and peak and config.gbs > 0 and seconds > 0):
         return {}
-    core = 4.0 * config.gbs * shape.seq_length**2 * shape.num_layers * shape.hidden_size
     executed = shape.flops_per_iteration(config.gbs, config.recompute == "full")
-    executed += core * (config.recompute == "selective")
+    if config.recompute == "selective":
+        executed += 4.0 * config.gbs * shape.seq_length**2 * shape.num_layers * shape.hidden_size
     return {
         "mfu": shape.flops_per_iteration(config.gbs) / (seconds * peak),
         "hfu": executed / (seconds * peak),
@@ -89,12 +95,13 @@ def utilization(config: RunConfig, seconds: float) -> dict[str, float]:
 
 
 def printed_rates(log: RunLog) -> dict[str, float]:
-    """`printed`: FLOP/s per GPU as the log has them, the median of its lines by its dialect's own
-    definition.
-    """
+    """`printed`: FLOP/s per GPU as the log has them, the median of all lines but the first."""
     column = log.column("flops_per_s_per_gpu")
-    later = column[1:] if np.isfinite(column[1:]).any() else column
-    return {"printed": float(np.nanmedian(later))} if np.isfinite(later).any() else {}
+    if np.isfinite(column[1:]).any():
+        column = column[1:]
+    if not np.isfinite(column).any():
+        return {}
+    return {"printed": float(np.nanmedian(column))}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,7 +115,7 @@ class Measurement(Record):
     tokens_per_s    of the whole job
     flops_per_s     per GPU by definition (iteration_flops, and `printed` where the log has it)
     utilization     mfu and hfu, where the card is known
-    lost_share      of the printed time that iterations took beyond the median: stalls, evaluations, checkpoints
+    lost_share      of the printed time that iterations took beyond the median: stalls, checkpoints
     memory_bytes    the fullest rank's peak
     skipped, nan_iterations     over the whole log: without a step of the optimizer, with a NaN
     """
@@ -145,18 +152,18 @@ class Measurement(Record):
 
     @property
     def note(self) -> str:
-        """What a table's notes add to the status: an engine not megatron, a rate that is the log's,
-        contradictions.
+        """What a table's notes add to the status: another engine than megatron, a rate that is the
+        log's, contradictions.
         """
-        printed = "narayanan" not in self.flops_per_s and "printed" in self.flops_per_s
-        engine = self.plan.engine if self.plan and self.plan.engine != "megatron" else ""
-        wrong = ", ".join(dict.fromkeys(problem.column for problem in self.log.problems))
-        found = (
-            engine,
-            "TFLOPs as printed" if printed else "",
-            f"contradicted: {wrong}" if wrong else "",
-        )
-        return ", ".join(filter(None, found))
+        notes = []
+        if self.plan and self.plan.engine != "megatron":
+            notes.append(self.plan.engine)
+        if "printed" in self.flops_per_s and "narayanan" not in self.flops_per_s:
+            notes.append("TFLOPs as printed")
+        if self.log.problems:
+            columns = dict.fromkeys(problem.column for problem in self.log.problems)
+            notes.append(f"contradicted: {', '.join(columns)}")
+        return ", ".join(notes)
 
     @property
     def time_problems(self) -> tuple[Problem, ...]:
@@ -165,30 +172,31 @@ class Measurement(Record):
 
     def to_json(self) -> dict[str, Any]:
         """The run as one JSON object; null where a value is unknown."""
-        log, left_out = self.log, self.window.left_out.items()
         names = ["dialect", "status", "evidence", "rank", "hosts", "collectives", "exclude"]
-        names += ["arguments", "first_iteration", "last_iteration", "problems"]
-        values = {name: getattr(log, name) for name in names} | {
-            "file": log.source,
-            "caveat": log.caveat,
-            "iterations": len(log.iterations),
+        names += ["arguments", "first_iteration", "last_iteration", "problems", "caveat"]
+        values = {name: getattr(self.log, name) for name in names}
+        values["left_out"] = [
+            {"reason": reason, "iterations": ranges(numbers, 4)}
+            for reason, numbers in self.window.left_out.items()
+        ]
+        notes = [*self.log.own, *self.log.notes, self.window.note, self.config.note]
+        values |= {
+            "file": self.log.source,
+            "iterations": len(self.log.iterations),
             "iterations_counted": self.iterations,
             "global_batch_size": self.config.gbs or None,
             "sec_per_it": self.sec_per_it,
             "sec_per_it_spread": self.spread,
-            "left_out": [
-                {"reason": reason, "iterations": ranges(numbers, 4)} for reason, numbers in left_out
-            ],
             "tokens_per_s": self.tokens_per_s,
             "tflops": {name: rate / 1e12 for name, rate in self.flops_per_s.items()},
             "mfu": self.utilization.get("mfu"),
             "hfu": self.utilization.get("hfu"),
             "max_memory_gib": self.memory_bytes / 2**30,
             "last_loss": self.last_loss,
-            "validation": log.validation.to_dict("records"),
+            "validation": self.log.validation.to_dict("records"),
             "skipped_iterations": self.skipped,
             "nan_iterations": self.nan_iterations,
-            "notes": [*log.own, *log.notes, *filter(None, [self.window.note, self.config.note])],
+            "notes": [note for note in notes if note],
         }
         return as_json(values)
 
@@ -219,48 +227,61 @@ def measure_log(
     config = run_config(log, plan, gpu)
     window = steady_state(log, warm_up, config.gbs, config.seq_length)
     config = of_window(config, log, window.counts)
-    every, loss, printed = (
-        log.column(name) for name in ("sec_per_it", "lm_loss", "flops_per_s_per_gpu")
-    )
-    counted, loss = every[window.counts[: len(every)]], loss[np.isfinite(loss)]
-    low, seconds, high = (
-        np.quantile(counted, [0.25, 0.5, 0.75]).tolist()
-        if len(counted)
-        else [mean_seconds(log)] * 3
-    )
-    later = every[WARM_UP:][np.isfinite(every[WARM_UP:])]
-    computed, is_timed = rates(config, seconds), seconds > 0
-    printed = printed[window.counts] if len(printed) and window.counts.any() else printed
-    # a rate without a precision may be of 8 bits, twice that of 16
-    peak = config.peak_flops_per_s * (1.0 if config.precision else 2.0)
-    most = {
-        name: float(log.memory[name].max())
-        for name in ("max_allocated", "max_reserved")
-        if name in log.memory
-    }
-    wrong = tuple(of_card(median(printed), computed.values(), peak, most, config.card_bytes))
+    times = log.column("sec_per_it")
+    counted = times[window.counts[: len(times)]]
+    spread = math.nan
+    if len(counted):
+        low, seconds, high = np.quantile(counted, [0.25, 0.5, 0.75]).tolist()
+        if seconds > 0:
+            spread = (high - low) / 2 / seconds
+    else:
+        seconds = mean_seconds(log)
+    tokens_per_s = config.gbs * config.seq_length / seconds if seconds > 0 else 0.0
+    later = times[WARM_UP:]
+    later = later[np.isfinite(later)]
+    lost_share = math.nan
+    if later.any():
+        lost_share = float(np.maximum(later - seconds, 0).sum() / later.sum())
+    loss = log.column("lm_loss")
+    loss = loss[np.isfinite(loss)]
+    computed = rates(config, seconds)
+    problems = _card_problems(log, config, window, computed)
     return Measurement(
         name=name or log.source.name,
-        log=replace(log, problems=(*log.problems, *wrong)) if wrong else log,
+        log=replace(log, problems=(*log.problems, *problems)),
         config=config,
         window=window,
         plan=plan,
         iterations=len(counted),
         sec_per_it=seconds,
-        spread=(high - low) / 2 / seconds if is_timed and len(counted) else math.nan,
-        tokens_per_s=(config.gbs * config.seq_length / seconds if is_timed else 0.0)
-        or printed_tokens(log, window.counts, config.gpus),
+        spread=spread,
+        tokens_per_s=tokens_per_s or printed_tokens(log, window.counts, config.gpus),
         flops_per_s={**printed_rates(log), **computed},
         utilization=utilization(config, seconds),
-        lost_share=float(np.maximum(later - seconds, 0).sum() / later.sum())
-        if later.any()
-        else math.nan,
+        lost_share=lost_share,
         memory_bytes=float(max(memory_by_rank(log).values(), default=math.nan)),
         first_loss=float(loss[0]) if len(loss) else math.nan,
         last_loss=float(loss[-1]) if len(loss) else math.nan,
         skipped=skipped_iterations(log),
         nan_iterations=nan_iterations(log),
     )
+
+
+def _card_problems(
+    log: RunLog, config: RunConfig, window: SteadyState, computed: dict[str, float]
+) -> list[Problem]:
+    """Rates and memory of the log that the shape or the card contradict."""
+    printed = log.column("flops_per_s_per_gpu")
+    if len(printed) and window.counts.any():
+        printed = printed[window.counts]
+    peak = config.peak_flops_per_s
+    if not config.precision:
+        peak *= 2.0  # the rate may be of 8 bits, twice that of 16
+    memory = {}
+    for name in ("max_allocated", "max_reserved"):
+        if name in log.memory:
+            memory[name] = float(log.memory[name].max())
+    return list(of_card(median(printed), computed.values(), peak, memory, config.card_bytes))
 
 
 def printed_tokens(log: RunLog, counts: np.ndarray, gpus: int) -> float:
@@ -278,54 +299,50 @@ def mean_seconds(log: RunLog) -> float:
     """Seconds per iteration of a log that prints none: the Trainer's runtime over its steps, or
     DeepSpeed's batch over its rate; NaN where there is neither.
     """
-    batch, rates = log.arguments.get("deepspeed.train_batch_size"), log.column("samples_per_second")
-    if "train_runtime" not in log.totals:
-        return (
-            batch / float(np.nanmedian(rates))
-            if len(rates) and isinstance(batch, int)
-            else math.nan
-        )
-    bar = np.nan_to_num(log.column("train_iters")[-1:].sum())  # the total of a progress bar
-    steps = log.arguments.get("total_optimization_steps") or bar
-    return (
-        log.totals["train_runtime"] / steps
-        if isinstance(steps, int | float) and steps > 0
-        else math.nan
-    )
+    if "train_runtime" in log.totals:
+        steps = log.arguments.get("total_optimization_steps")
+        if not steps:  # the total of a progress bar
+            steps = float(np.nan_to_num(log.column("train_iters")[-1:].sum()))
+        if isinstance(steps, int | float) and steps > 0:
+            return log.totals["train_runtime"] / steps
+        return math.nan
+    batch = log.arguments.get("deepspeed.train_batch_size")
+    samples_per_s = log.column("samples_per_second")
+    if isinstance(batch, int) and len(samples_per_s):
+        return batch / float(np.nanmedian(samples_per_s))
+    return math.nan
 
 
 def memory_by_rank(log: RunLog) -> dict[int, float]:
     """Peak bytes of each rank: the most it allocated, else reserved; {} where the log has neither."""
-    most = next(
-        (
-            c
-            for c in ("max_allocated", "max_reserved")
-            if c in log.memory and log.memory[c].notna().any()
-        ),
-        None,
-    )
-    return dict(log.memory.set_index("rank")[most].dropna()) if most else {}
+    for name in ("max_allocated", "max_reserved"):
+        if name in log.memory and log.memory[name].notna().any():
+            return dict(log.memory.set_index("rank")[name].dropna())
+    return {}
 
 
 def skipped_iterations(log: RunLog) -> int:
     """Iterations whose optimizer step was not taken (fp16 overflow)."""
-    skipped, total = (x[np.isfinite(x)] for x in map(log.column, ("skipped", "skipped_total")))
-    return int(
-        (skipped if len(skipped) else total[-1:]).sum()
-    )  # DeepSpeed's engine counts those since the start
+    skipped = log.column("skipped")
+    if not np.isfinite(skipped).any():  # DeepSpeed's engine counts those since the start
+        total = log.column("skipped_total")
+        skipped = total[np.isfinite(total)][-1:]
+    return int(np.nansum(skipped))
 
 
 def nan_iterations(log: RunLog) -> int:
     """Those that the framework counts as NaN, or whose loss it prints as NaN; Megatron leaves the
     loss out then.
     """
-    its = log.iterations.reindex(columns=["lm_loss", "nan", "skipped", "loss_scale"])
-    leaves_out = "lm_loss" in log.iterations and re.search(
-        r"megatron|gpt-neox|deepspeedai", log.dialect
-    )
+    table = log.iterations.reindex(columns=["lm_loss", "nan", "skipped", "loss_scale"])
+    counted = int(table["nan"].sum())
+    leaves_out = re.search(r"megatron|gpt-neox|deepspeedai", log.dialect)
+    if not leaves_out or "lm_loss" not in log.iterations:
+        return counted
     # a line that lacks all that Megatron prints behind the losses was cut
-    broken = its["lm_loss"].isna() & its.iloc[:, 1:].notna().any(axis=1) & ~(its["skipped"] > 0)
-    return max(int(its["nan"].sum()), int(broken.sum()) if leaves_out else 0)
+    is_whole = table[["nan", "skipped", "loss_scale"]].notna().any(axis=1)
+    is_broken = table["lm_loss"].isna() & is_whole & ~(table["skipped"] > 0)
+    return max(counted, int(is_broken.sum()))
 
 
 def phases(log: RunLog, window: SteadyState | None = None) -> dict[str, float]:
@@ -339,20 +356,20 @@ def phases(log: RunLog, window: SteadyState | None = None) -> dict[str, float]:
     pipeline's fill and drain, so it is an upper bound of the bubble. `batch-generator` runs inside
     forward-compute and is left out where the log has that.
     """
-    timers, found = log.timers, dict[str, float]()
+    timers = log.timers
     if window is not None and "iteration" in timers and "iteration" in log.iterations:
-        counted = timers[timers["iteration"].isin(log.iterations["iteration"][window.counts])]
-        timers = counted if len(counted) else timers
+        counted = timers["iteration"].isin(log.iterations["iteration"][window.counts])
+        timers = timers[counted] if counted.any() else timers
     medians = timers.drop(columns="iteration", errors="ignore").median().dropna()
-    for name, seconds in medians.items():
-        inner = TIMERS["include"].get(name, "$^")
-        includes = re.search(TIMERS["include_others"], name) or any(
-            re.search(inner, other) for other in medians.index
-        )
-        phase = next(
-            (p for p, pattern in TIMERS["phases"].items() if re.search(pattern, name)), None
-        )
-        # one that includes others that were printed too would count them twice
-        if phase and not includes and not (phase == "data" and "forward-compute" in medians):
-            found[phase] = found.get(phase, 0.0) + float(seconds)
-    return {name: found[name] for name in TIMERS["phases"] if name in found}
+    seconds = dict.fromkeys(TIMERS["phases"], 0.0)
+    for name, median_s in medians.items():
+        fitting = [p for p, pattern in TIMERS["phases"].items() if re.search(pattern, name)]
+        # a timer that includes others that were printed too would count them twice
+        is_sum = bool(re.search(TIMERS["include_others"], name))
+        if name in TIMERS["include"]:
+            is_sum = len(medians.filter(regex=TIMERS["include"][name])) > 0
+        if fitting and not is_sum:
+            seconds[fitting[0]] += float(median_s)
+    if "forward-compute" in medians:
+        seconds["data"] = 0.0
+    return {phase: value for phase, value in seconds.items() if value}

@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from trilane.analysis.collect import files, measure_all
 from trilane.analysis.measure import Measurement
@@ -15,7 +14,10 @@ from trilane.costmodel.measured_rows import MeasuredRow, Skipped, ignored_words,
 from trilane.costmodel.recalibration import Recalibration, recalibrated
 from trilane.logs.written_tables import SUFFIXES
 from trilane.utils.validation import require, with_nearest
-from trilane.workspace.study import Study, studies
+from trilane.workspace.study import Study, load_cluster, studies
+
+# the stack of a log of that dialect
+STACKS = {"megatron-2021": "megatron-lm", "megatron-deepspeed-2022": "megatron-deepspeed"}
 
 
 def fit_source(source: str, cluster: Cluster) -> Recalibration:
@@ -27,29 +29,28 @@ def fit_source(source: str, cluster: Cluster) -> Recalibration:
     rule = "is neither a file, nor a folder with runs or logs, nor a study with runs"
     require(bool(paths), "rows", source, with_nearest(rule, source, studies()))
     tables = [path for path in paths if path.suffix in SUFFIXES]
-    gpu = cluster.gpu if cluster.gpu.kind == "cuda" else None
-    runs, unread = measure_all([path for path in paths if path not in tables], gpu=gpu)
+    logs = [path for path in paths if path.suffix not in SUFFIXES]
+    runs, unread = measure_all(logs, gpu=cluster.gpu if cluster.gpu.kind == "cuda" else None)
     rows, skipped, ignored = _rows(runs, tables, cluster)
     skipped += [Skipped(row_id=source, reason=reason) for reason in unread]
     return recalibrated(rows, skipped, ignored, cluster, least=2)
 
 
-def recalibrate(runs: Sequence[Measurement], cluster: Cluster | None = None) -> Recalibration:
+def recalibrate(runs: Sequence[Measurement], cluster: Cluster | str | None = None) -> Recalibration:
     """fit() to the runs whose shape and topology are known, on `cluster` unless they have a plan;
     without rows where they contradict each other.
 
         recalibrate(measure_runs(Study.open("demo")).runs).to_frame()
     """
-    typed, skipped = [m for m in runs if m.log.dialect == "table"], list[Skipped]()
+    machine = load_cluster(cluster) if cluster else None
+    tables = [run.log.source for run in runs if run.log.dialect == "table"]
+    timed = [run for run in runs if run.log.dialect != "table" and run.iterations]
     try:
-        others = [m for m in runs if m.log.dialect != "table" and m.iterations]
-        rows, skipped, ignored = _rows(
-            others, list(dict.fromkeys(m.log.source for m in typed)), cluster
-        )
-        return recalibrated(rows, skipped, ignored, cluster, least=1)
+        rows, skipped, ignored = _rows(timed, list(dict.fromkeys(tables)), machine)
+        return recalibrated(rows, skipped, ignored, machine, least=1)
     except ValueError as error:
-        left_out = (*skipped, Skipped(row_id="all", reason=str(error)))
-        return Recalibration(prior=Calibration(), left_out=left_out)
+        reason = Skipped(row_id="all", reason=str(error))
+        return Recalibration(prior=Calibration(), left_out=(reason,))
 
 
 def _rows(
@@ -58,41 +59,53 @@ def _rows(
     """The rows of measured runs, and of files that hold tables of rows; those left out; what was
     not read of tables.
     """
-    rows, skipped, ignored = list[MeasuredRow](), list[Skipped](), list[str]()
+    rows: list[MeasuredRow] = []
+    skipped: list[Skipped] = []
+    ignored: list[str] = []
     for path in tables:
-        found, bad = read_rows(path, cluster)
-        rows, skipped, ignored = rows + found, skipped + bad, ignored + ignored_words(path)
-    for m in runs:
-        if case := case_of(m, cluster):
-            known: dict[str, Any] = {
-                "seconds": m.sec_per_it,
-                "memory_bytes": m.memory_bytes,
-                "case": case,
-            }
-            seen, problem = card(m.log), str(next(iter(m.time_problems), ""))
-            if seen and seen.name.partition("-")[0] != case.cluster.gpu.name.partition("-")[0]:
-                problem = f"ran on {seen.name}, by its log"
-            rows.append(MeasuredRow(row_id=m.name, stack=stack(m, case), problem=problem, **known))
-        else:
-            reason = (
-                "its log does not give shape and topology" if cluster else "no cluster is given"
-            )
-            skipped.append(Skipped(row_id=m.name, reason=reason))
+        read, bad = read_rows(path, cluster)
+        rows += read
+        skipped += bad
+        ignored += ignored_words(path)
+    for run in runs:
+        case = case_of(run, cluster)
+        if not case:
+            reason = "its log does not give shape and topology"
+            if not cluster:
+                reason = "no cluster is given"
+            skipped.append(Skipped(row_id=run.name, reason=reason))
+            continue
+        row = MeasuredRow(
+            row_id=run.name,
+            seconds=run.sec_per_it,
+            memory_bytes=run.memory_bytes,
+            case=case,
+            stack=stack(run, case),
+            problem=_problem(run, case),
+        )
+        rows.append(row)
     return rows, skipped, ignored
 
 
-def stack(m: Measurement, case: Configuration) -> str:
+def _problem(run: Measurement, case: Configuration) -> str:
+    """Why a run is no measurement of its case; "" where nothing contradicts it."""
+    gpu = card(run.log)
+    if gpu and gpu.name.partition("-")[0] != case.cluster.gpu.name.partition("-")[0]:
+        return f"ran on {gpu.name}, by its log"
+    return str(run.time_problems[0]) if run.time_problems else ""
+
+
+def stack(run: Measurement, case: Configuration) -> str:
     """The software stack that a run's engine, or its log's dialect and arguments, show: it selects
     the prior.
     """
-    shown = {"megatron-2021": "megatron-lm", "megatron-deepspeed-2022": "megatron-deepspeed"}
-    engine = case.engine or shown.get(m.log.dialect, "")
-    if engine and m.log.arguments.get("deepspeed.zero_optimization_stage") == 3:
+    engine = case.engine or STACKS.get(run.log.dialect, "")
+    if engine and run.log.arguments.get("deepspeed.zero_optimization_stage") == 3:
         engine = "deepspeed"
     return stack_of(engine, case.topology.attention)
 
 
-def case_of(m: Measurement, cluster: Cluster | None = None) -> Configuration | None:
+def case_of(run: Measurement, cluster: Cluster | None = None) -> Configuration | None:
     """The run as the planner sees it, by its plan or its arguments, at the batch size that was
     measured; None where too little is known.
 
@@ -100,30 +113,39 @@ def case_of(m: Measurement, cluster: Cluster | None = None) -> Configuration | N
     the year. What the arguments of other logs leave open gets the plain choice: equal layers a
     stage, no offload.
     """
-    c, given, is_lm = m.config, m.log.arguments, m.log.dialect == "megatron-lm"
-    if m.plan:
-        topology = replace(m.plan.topology, gbs=int(c.gbs))
+    config = run.config
+    plan = run.plan
+    if plan:
+        topology = replace(plan.topology, gbs=int(config.gbs))
         return Configuration(
-            shape=m.plan.shape, topology=topology, cluster=m.plan.cluster, engine=m.plan.engine
+            shape=plan.shape, topology=topology, cluster=plan.cluster, engine=plan.engine
         )
-    if not (cluster and c.shape and c.gpus and c.mbs and c.gbs):
+    if not (cluster and config.shape and config.gpus and config.mbs and config.gbs):
         return None
+    given = run.log.arguments
+    is_new_megatron = run.log.dialect == "megatron-lm"
+    is_fused = given.get("use_flash_attn") is True or is_new_megatron
     zero = given.get("zero_stage", given.get("deepspeed.zero_optimization_stage", 0))
+    precision = config.precision
+    if not precision:
+        precision = "fp16" if cluster.gpu.kind == "cuda" else "fp32"
     try:
         topology = Topology(
-            **{
-                name: getattr(c, name)
-                for name in ("tp", "pp", "dp", "mbs", "recompute", "interleaving")
-            },
-            gbs=int(c.gbs),
+            tp=config.tp,
+            pp=config.pp,
+            dp=config.dp,
+            mbs=config.mbs,
+            gbs=int(config.gbs),
+            recompute=config.recompute,
+            interleaving=config.interleaving,
             zero=zero if isinstance(zero, int) else 0,
-            sequence_parallel=given.get("sequence_parallel") is True and c.tp > 1,
-            precision=c.precision or ("fp16" if cluster.gpu.kind == "cuda" else "fp32"),
-            attention="fused" if given.get("use_flash_attn") is True or is_lm else "scores",
+            sequence_parallel=given.get("sequence_parallel") is True and config.tp > 1,
+            precision=precision,
+            attention="fused" if is_fused else "scores",
         )
     except ValueError:
         return None
-    case = Configuration(
-        shape=c.shape, topology=topology, cluster=cluster, engine="megatron" if is_lm else ""
-    )
-    return None if invalid_reason(c.shape, topology) else case
+    if invalid_reason(config.shape, topology):
+        return None
+    engine = "megatron" if is_new_megatron else ""
+    return Configuration(shape=config.shape, topology=topology, cluster=cluster, engine=engine)

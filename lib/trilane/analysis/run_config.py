@@ -20,6 +20,7 @@ from trilane.utils.validation import shipped_json
 # GPT-NeoX for one way of a shape; arguments of models that are no dense decoder with attention over
 # the whole sequence.
 NAMES: dict[str, Any] = shipped_json("log_arguments")
+OFF = ("None", "False", "0", "1", "")  # Megatron-DeepSpeed prints [1] for no experts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,58 +63,50 @@ def of_window(config: RunConfig, log: RunLog, counts: np.ndarray) -> RunConfig:
     """The configuration with the batch size and the sequence length of the rows that `counts`
     marks.
     """
-    columns = (log.column(name) for name in ("global_batch_size", "seq_length"))
-    batch, length = (
-        float(np.median(x[counts])) if len(x) and counts.any() else 0.0 for x in columns
-    )
-    shape, tokens = config.shape, int(length) if length >= 1 else config.seq_length
-    shape = replace(shape, seq_length=tokens) if shape and tokens != config.seq_length else shape
-    return replace(config, gbs=batch if batch > 0 else config.gbs, seq_length=tokens, shape=shape)
+    batch = log.column("global_batch_size")[counts[: len(log.column("global_batch_size"))]]
+    length = log.column("seq_length")[counts[: len(log.column("seq_length"))]]
+    if len(batch) and np.median(batch) > 0:
+        config = replace(config, gbs=float(np.median(batch)))
+    if len(length) and np.median(length) >= 1:
+        tokens = int(np.median(length))
+        shape = config.shape and replace(config.shape, seq_length=tokens)
+        config = replace(config, seq_length=tokens, shape=shape)
+    return config
 
 
 def config_of(plan: Plan) -> RunConfig:
     """The configuration that a plan describes."""
-    t, gpu, same = (
-        plan.topology,
-        plan.cluster.gpu,
-        ("tp", "pp", "dp", "mbs", "gbs", "recompute", "interleaving"),
-    )
+    topology = plan.topology
+    gpu = plan.cluster.gpu
     # a process on a CPU machine has a share of the cores, for which the card's peak means nothing
-    peak = gpu.flops_per_s(t.precision) if gpu.kind == "cuda" else 0.0
+    peak = gpu.flops_per_s(topology.precision) if gpu.kind == "cuda" else 0.0
+    names = ("gpus", "tp", "pp", "dp", "mbs", "gbs", "recompute", "interleaving", "precision")
     return RunConfig(
         shape=plan.shape,
         parameters=plan.shape.parameters,
-        gpus=t.gpus,
         seq_length=plan.shape.seq_length,
-        **{name: getattr(t, name) for name in (*same, "precision")},
         card=gpu.name,
         card_bytes=gpu.memory_bytes,
         peak_flops_per_s=peak,
+        **{name: getattr(topology, name) for name in names},
     )
 
 
 def _of_log(log: RunLog, gpu: Gpu | None) -> RunConfig:
-    given = log.arguments
-    tp, pp = _whole(log, *NAMES["tp"]) or 1, _whole(log, *NAMES["pp"]) or 1
-    # DeepSpeed's own dump counts replicas, which are the GPUs only where there is no other
-    # parallelism
-    gpus = _whole(log, "world_size", "gpus") or (
-        _whole(log, "deepspeed.world_size") if tp * pp == 1 else 0
-    )
-    cp, per_stage = (
-        _whole(log, "context_parallel_size") or 1,
-        _whole(log, "num_layers_per_virtual_pipeline_stage"),
-    )
-    precision = next((name for name in ("bf16", "fp16") if given.get(name) is True), "")
-    precision = (
-        "fp8" if {given.get("fp8"), given.get("fp8_format")} & {"hybrid", "e4m3"} else precision
-    )
+    tp = _whole(log, *NAMES["tp"]) or 1
+    pp = _whole(log, *NAMES["pp"]) or 1
+    cp = _whole(log, "context_parallel_size") or 1
+    gpus = _whole(log, "world_size", "gpus")
+    if not gpus and tp * pp == 1:  # DeepSpeed's own dump counts replicas
+        gpus = _whole(log, "deepspeed.world_size")
+    per_stage = _whole(log, "num_layers_per_virtual_pipeline_stage")
+    interleaving = max(1, _whole(log, "num_layers") // (pp * per_stage)) if per_stage else 1
     other = _not_dense(log)
-    shape, granularity = None if other else _shape(log), given.get("recompute_granularity")
-    full = any(given.get(name) is True for name in NAMES["full_recompute"])
-    return RunConfig(
+    shape = None if other else _shape(log)
+    parameters = shape.parameters if shape else _parameters(log)
+    config = RunConfig(
         shape=shape,
-        parameters=shape.parameters if shape else 0 if other else _parameters(log),
+        parameters=0 if other else parameters,
         note=f"no TFLOPs by shape: {other} is no dense decoder's" if other else "",
         gpus=gpus,
         tp=tp,
@@ -122,17 +115,29 @@ def _of_log(log: RunLog, gpu: Gpu | None) -> RunConfig:
         mbs=_whole(log, *NAMES["mbs"]),
         gbs=_batch(log, gpus // (tp * pp)),
         seq_length=_whole(log, "seq_length", "encoder_seq_length"),
-        recompute=str(granularity)
-        if granularity in ("full", "selective")
-        else "full"
-        if full
-        else "none",
-        interleaving=max(1, _whole(log, "num_layers") // (pp * per_stage)) if per_stage else 1,
-        precision=precision,
-        card=gpu.name if gpu else "",
-        card_bytes=gpu.memory_bytes if gpu else 0.0,
-        peak_flops_per_s=getattr(gpu, f"{precision or 'fp16'}_flops_per_s") if gpu else 0.0,
+        recompute=_recompute(log),
+        interleaving=interleaving,
+        precision=_precision(log),
     )
+    if not gpu:
+        return config
+    peak = getattr(gpu, f"{config.precision or 'fp16'}_flops_per_s")
+    return replace(config, card=gpu.name, card_bytes=gpu.memory_bytes, peak_flops_per_s=peak)
+
+
+def _precision(log: RunLog) -> str:
+    if {log.arguments.get("fp8"), log.arguments.get("fp8_format")} & {"hybrid", "e4m3"}:
+        return "fp8"
+    if _is_on(log, "bf16"):
+        return "bf16"
+    return "fp16" if _is_on(log, "fp16") else ""
+
+
+def _recompute(log: RunLog) -> str:
+    granularity = log.arguments.get("recompute_granularity")
+    if granularity in ("full", "selective"):
+        return str(granularity)
+    return "full" if _is_on(log, *NAMES["full_recompute"]) else "none"
 
 
 def card(log: RunLog) -> Gpu | None:
@@ -141,16 +146,16 @@ def card(log: RunLog) -> Gpu | None:
     """
     if not log.devices:
         return None
-    device, known = log.devices[0], [cluster.cluster(name).gpu for name in cluster.catalogue()]
-    fitting = [
-        g
-        for g in known
-        if card_words(device.name.replace(".", "")) - {"PCIE"} <= card_words(g.name)
-    ]
-    size = (
-        device.total_bytes if device.total_bytes == device.total_bytes else math.inf
-    )  # a list without the memory
-    return min(fitting, key=lambda g: (abs(g.memory_bytes - size), -g.memory_bytes), default=None)
+    device = log.devices[0]
+    words = card_words(device.name.replace(".", "")) - {"PCIE"}
+    known = [cluster.cluster(name).gpu for name in cluster.catalogue()]
+    fitting = [gpu for gpu in known if words <= card_words(gpu.name)]
+    size = device.total_bytes
+    if math.isnan(size):  # a list without the memory: the largest
+        size = math.inf
+    return min(
+        fitting, key=lambda gpu: (abs(gpu.memory_bytes - size), -gpu.memory_bytes), default=None
+    )
 
 
 def _shape(log: RunLog) -> ModelShape | None:
@@ -160,57 +165,66 @@ def _shape(log: RunLog) -> ModelShape | None:
     A dump has the names of arguments as the program holds them (add_bias_linear), a trace as they
     are given (disable_bias_linear). Megatron prints one query group where it uses none.
     """
-    given, names = log.arguments, ("num_layers", "hidden_size", "num_attention_heads", "seq_length")
+    given = log.arguments
+    names = ("num_layers", "hidden_size", "num_attention_heads", "seq_length")
     sizes: dict[str, Any] = {name: _whole(log, name) for name in names}
-    of, tokens = _whole(log, "make_vocab_size_divisible_by") or 128, _whole(log, "vocab_size")
-    padded = padded_vocab_size(tokens, _whole(log, *NAMES["tp"]) or 1, of) if tokens else 0
-    vocab, gate = _whole(log, "padded_vocab_size") or padded, given.get("glu_activation")
-    if not vocab or not all(sizes.values()):
+    vocabulary = _whole(log, "padded_vocab_size")
+    if not vocabulary and _whole(log, "vocab_size"):
+        tp = _whole(log, *NAMES["tp"]) or 1
+        multiple = _whole(log, "make_vocab_size_divisible_by") or 128
+        vocabulary = padded_vocab_size(_whole(log, "vocab_size"), tp, multiple)
+    if not vocabulary or not all(sizes.values()):
         return None
-
-    def on(*names: str) -> bool:
-        return any(given.get(name) is True for name in names)
-
-    position = str(
-        given.get("position_embedding_type") or given.get("pos_emb") or "learned"
-    ).rpartition(".")[2]
-    no_bias = given.get("add_bias_linear") is False or on("disable_bias_linear")
-    activation = gate if gate in GATED else "squared-relu" if on("squared_relu") else "gelu"
-    groups = _whole(log, "num_query_groups") if on("group_query_attention") else 0
+    ffn = _whole(log, "ffn_hidden_size") or None
+    activation = "gelu"
+    gate = given.get("glu_activation")
+    if gate in GATED:
+        activation = str(gate)
+    elif _is_on(log, "squared_relu"):
+        activation = "squared-relu"
+    if gate and not ffn:
+        ffn = 4 * sizes["hidden_size"]
+    if _is_on(log, "swiglu"):
+        activation = "swiglu"
+    position = str(given.get("position_embedding_type") or given.get("pos_emb"))
+    if _is_on(log, "use_rotary_position_embeddings"):
+        position = "rope"
+    biases = "all"
+    if given.get("add_bias_linear") is False or _is_on(log, "disable_bias_linear"):
+        biases = "qkv" if _is_on(log, "add_qkv_bias") else "none"
+    groups = _whole(log, "num_query_groups") if _is_on(log, "group_query_attention") else 0
+    norm = str(given.get("normalization") or given.get("norm"))
     try:
         return ModelShape(
-            vocab_size=vocab,
+            vocab_size=vocabulary,
             **sizes,
-            activation="swiglu" if on("swiglu") else activation,
-            ffn_hidden_size=_whole(log, "ffn_hidden_size")
-            or (4 * sizes["hidden_size"] if gate else None),
+            activation=activation,
+            ffn_hidden_size=ffn,
             num_key_value_heads=groups
             or _whole(log, "num_key_value_heads", "num_kv_heads")
             or None,
-            normalization=NAMES["norms"].get(
-                str(given.get("normalization") or given.get("norm")), "layernorm"
-            ),
-            positions=NAMES["positions"].get(
-                "rope" if on("use_rotary_position_embeddings") else position, "learned"
-            ),
-            biases="all" if not no_bias else "qkv" if on("add_qkv_bias") else "none",
-            tied_embeddings=not on(*NAMES["untied"]),
-            embedding_layernorm=on("embed_layernorm"),
+            normalization=NAMES["norms"].get(norm, "layernorm"),
+            positions=NAMES["positions"].get(position.rpartition(".")[2], "learned"),
+            biases=biases,
+            tied_embeddings=not _is_on(log, *NAMES["untied"]),
+            embedding_layernorm=_is_on(log, "embed_layernorm"),
         )
     except ValueError:
         return None
 
 
+def _is_on(log: RunLog, *names: str) -> bool:
+    return any(log.arguments.get(name) is True for name in names)
+
+
 def _not_dense(log: RunLog) -> str:
     """The arguments, name=value, of a model that a shape cannot describe; "" where there are none."""
-    given, off = (
-        log.arguments,
-        ("None", "False", "0", "1", ""),
-    )  # Megatron-DeepSpeed prints [1] for no experts
-    found = [name for name in NAMES["not_dense"] if str(given.get(name)).strip("[]()") not in off]
-    wide = _whole(log, "kv_channels") * _whole(log, "num_attention_heads")
-    found += ["kv_channels"] if wide and wide != _whole(log, "hidden_size") else []
-    return ", ".join(f"{name}={given[name]}" for name in found)
+    given = log.arguments
+    names = [name for name in NAMES["not_dense"] if str(given.get(name)).strip("[]()") not in OFF]
+    width = _whole(log, "kv_channels") * _whole(log, "num_attention_heads")
+    if width and width != _whole(log, "hidden_size"):
+        names.append("kv_channels")
+    return ", ".join(f"{name}={given[name]}" for name in names)
 
 
 def _parameters(log: RunLog) -> float:
@@ -218,9 +232,10 @@ def _parameters(log: RunLog) -> float:
     table, in 1e9.
     """
     L, h, s = (_whole(log, *NAMES[name]) for name in ("layers", "hidden", "sequence"))
-    V, size = _whole(log, "padded_vocab_size", "vocab_size"), log.arguments.get("size")
+    V = _whole(log, "padded_vocab_size", "vocab_size")
     if L and h and s and V:
         return L * (12 * h * h + 13 * h) + (V + s + 2) * h
+    size = log.arguments.get("size")
     return size * 1e9 if isinstance(size, int | float) and size > 0 else 0
 
 
@@ -228,13 +243,17 @@ def _batch(log: RunLog, replicas: int) -> float:
     """The full global batch: the argument where the log reaches or names it, else the largest
     printed.
     """
-    printed = np.nan_to_num(log.column("global_batch_size"))
-    batch = max(_whole(log, *NAMES["gbs"]), printed.max(initial=0))
-    # versions of 2020 print only the batch of a replica
-    return float(batch or (_whole(log, "batch_size") * max(1, replicas) if replicas else 0))
+    printed = np.nan_to_num(log.column("global_batch_size")).max(initial=0)
+    batch = max(_whole(log, *NAMES["gbs"]), printed)
+    if not batch and replicas:  # versions of 2020 print only the batch of a replica
+        batch = _whole(log, "batch_size") * replicas
+    return float(batch)
 
 
 def _whole(log: RunLog, *names: str) -> int:
     """The first argument of these names that is a whole number above zero; 0 where there is none."""
-    values = (log.arguments.get(name) for name in names)
-    return next((v for v in values if isinstance(v, int) and not isinstance(v, bool) and v > 0), 0)
+    for name in names:
+        value = log.arguments.get(name)
+        if type(value) is int and value > 0:
+            return value
+    return 0

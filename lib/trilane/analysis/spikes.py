@@ -15,6 +15,11 @@ from trilane.logs.run import RunLog
 from trilane.utils.tables import Record, as_json
 
 CALM = "no spike, jump or divergence"
+# the least size of an event, as the logarithm of value over level
+LOSS_SPIKE = math.log(1.05)
+NORM_SPIKE = math.log(2)
+DIVERGENCE = math.log(1.1)
+RETURNED = 3.0  # of robust noise: the value is back at its level
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,16 +47,12 @@ class Event(Record):
     @property
     def sentence(self) -> str:
         """Where it begins, how far the value goes, and when it is back."""
-        lost = (
-            "" if self.recovered is None else f" after {self.recovered - self.iteration} iterations"
-        )
-        back = (
-            f"back at {self.recovered}{lost}"
-            if self.recovered
-            else "not back at the end of the log"
-        )
-        worst = f"{self.level:.4g} -> {self.peak:.4g} ({change(self.peak, self.level)}) at {self.peak_iteration}"
-        return f"{self.kind} from iteration {self.iteration}: {worst}; {back}"
+        back = "not back at the end of the log"
+        if self.recovered is not None:
+            back = f"back at {self.recovered} after {self.recovered - self.iteration} iterations"
+        worst = f"{self.level:.4g} -> {self.peak:.4g} ({change(self.peak, self.level)})"
+        where = f"from iteration {self.iteration}: {worst} at {self.peak_iteration}"
+        return f"{self.kind} {where}; {back}"
 
 
 def find_spikes(curve: Curve) -> list[Event]:
@@ -66,94 +67,96 @@ def find_spikes(curve: Curve) -> list[Event]:
     drops, rises so slow that the median of the last WINDOW lines follows them (unless they stay: a
     divergence), and what a restart changed (see find_breaks).
     """
-    loss = list(_spikes(curve, "lm_loss", "loss spike", math.log(1.05)))
-    norm = _spikes(curve, "grad_norm", "grad norm spike", math.log(2))
-    return sorted([*loss, *norm, *_divergence(curve, loss)], key=lambda event: event.iteration)
+    loss = list(_spikes(curve, "lm_loss", "loss spike", LOSS_SPIKE))
+    norm = list(_spikes(curve, "grad_norm", "grad norm spike", NORM_SPIKE))
+    divergence = _divergence(curve, loss)
+    return sorted([*loss, *norm, *divergence], key=lambda event: event.iteration)
 
 
 def _spikes(curve: Curve, name: str, kind: str, least: float) -> Iterator[Event]:
-    at, x = _logarithms(curve, name)
+    iteration, x = _logarithms(curve, name)
     level, sigma = baseline(x)
     end = -1
     for i in np.flatnonzero(x - level > np.maximum(least, SIGMAS * sigma)).tolist():
         if i < end:
             continue
-        # it has returned where three lines in a row, or all that are left, lie within 3 sigmas
-        calm = x[i + 1 :] <= level[i] + 3 * sigma[i]
-        lasting = calm & np.append(calm[1:], True) & np.append(calm[2:], [True, True])[: len(calm)]
+        # it has returned where three lines in a row, or all that are left, are calm
+        is_calm = np.append(x[i + 1 :] <= level[i] + RETURNED * sigma[i], [True, True])
+        lasting = is_calm[:-2] & is_calm[1:-1] & is_calm[2:]
         end = i + 1 + int(np.argmax(lasting)) if lasting.any() else len(x)
-        peak, back = i + int(np.argmax(x[i:end])), int(at[end]) if end < len(x) else None
-        usual, worst = float(np.exp(level[i])), float(np.exp(x[peak]))
-        first, top = int(at[i]), int(at[peak])
+        peak = i + int(np.argmax(x[i:end]))
         yield Event(
-            kind=kind, iteration=first, peak_iteration=top, level=usual, peak=worst, recovered=back
+            kind=kind,
+            iteration=int(iteration[i]),
+            peak_iteration=int(iteration[peak]),
+            level=float(np.exp(level[i])),
+            peak=float(np.exp(x[peak])),
+            recovered=int(iteration[end]) if end < len(x) else None,
         )
 
 
-def _divergence(curve: Curve, spikes: Sequence[Event]) -> Iterator[Event]:
+def _divergence(curve: Curve, spikes: Sequence[Event]) -> list[Event]:
     """The level at the end exceeds the best one by 10 %, or the loss is NaN from some line to the
     end.
     """
-    at, x = _logarithms(curve, "lm_loss")
+    iteration, x = _logarithms(curve, "lm_loss")
+    if not len(x):
+        return []
     table = curve.table
-    table = table[~(table["skipped"] > 0)] if "skipped" in table else table  # which print no loss
-    loss = table["lm_loss"].to_numpy(float) if len(x) else x
-    if len(loss) > 3 and not np.isfinite(loss[-3:]).any():
-        first = int(table["iteration"].iloc[np.flatnonzero(np.isfinite(loss))[-1] + 1])
+    if "skipped" in table:  # those print no loss
+        table = table[~(table["skipped"] > 0)]
+    is_number = np.isfinite(table["lm_loss"].to_numpy(float))
+    if len(is_number) > 3 and not is_number[-3:].any():
+        first = int(table["iteration"].iloc[np.flatnonzero(is_number)[-1] + 1])
         level = float(np.exp(np.median(x[-WINDOW:])))
-        yield Event(
-            kind="divergence", iteration=first, peak_iteration=first, level=level, peak=math.nan
-        )
-    elif len(x) >= 2 * LEAST:
-        width = min(WINDOW, len(x) // 2)
-        smooth = pd.Series(x).rolling(width).median().to_numpy()
-        best, sigma = int(np.nanargmin(smooth)), baseline(x)[1][-1]
-        # variance of the difference of two medians: pi / width
-        if smooth[-1] - smooth[best] > max(
-            math.log(1.1), SIGMAS * sigma * math.sqrt(math.pi / width)
-        ):
-            peak = best + int(np.argmax(x[best:]))
-            start = next(
-                (event.iteration for event in spikes if event.recovered is None), int(at[best])
-            )
-            level, worst = (float(np.exp(v)) for v in (smooth[best], x[peak]))
-            yield Event(
-                kind="divergence",
-                iteration=start,
-                peak_iteration=int(at[peak]),
-                level=level,
-                peak=worst,
-            )
+        return [_diverged(first, first, level, math.nan)]
+    if len(x) < 2 * LEAST:
+        return []
+    width = min(WINDOW, len(x) // 2)
+    smooth = pd.Series(x).rolling(width).median().to_numpy()
+    best = int(np.nanargmin(smooth))
+    # variance of the difference of two medians: pi / width
+    noise = baseline(x)[1][-1] * math.sqrt(math.pi / width)
+    if smooth[-1] - smooth[best] <= max(DIVERGENCE, SIGMAS * noise):
+        return []
+    lasting = [event.iteration for event in spikes if event.recovered is None]
+    start = [*lasting, int(iteration[best])][0]
+    peak = best + int(np.argmax(x[best:]))
+    level = float(np.exp(smooth[best]))
+    return [_diverged(start, int(iteration[peak]), level, float(np.exp(x[peak])))]
+
+
+def _diverged(start: int, peak_at: int, level: float, peak: float) -> Event:
+    kind = "divergence"
+    return Event(kind=kind, iteration=start, peak_iteration=peak_at, level=level, peak=peak)
 
 
 def _logarithms(curve: Curve, name: str) -> tuple[np.ndarray, np.ndarray]:
     """Iterations and logarithms of a column, where it is a number above zero."""
-    values = (
-        curve.table[name].to_numpy(float) if name in curve.table else np.zeros(len(curve.table))
-    )
-    good = np.isfinite(values) & (values > 0)
-    return curve.table["iteration"].to_numpy(float)[good], np.log(values[good])
+    table = curve.table.reindex(columns=["iteration", name]).astype(float)
+    table = table[(table[name] > 0) & (table[name] < math.inf)]
+    return table["iteration"].to_numpy(), np.log(table[name].to_numpy())
 
 
 def training_record(group: Sequence[RunLog], curve: Curve, continuity: Any) -> dict[str, Any]:
     """A training as JSON; a loss that is no number is null."""
     restarts = [
-        {"iteration": r.iteration, "redone": r.redone, "log": r.log} for r in curve.restarts
+        {"iteration": restart.iteration, "redone": restart.redone, "log": restart.log}
+        for restart in curve.restarts
     ]
-    found = {
+    problems = []
+    for log in group:
+        problems += [{"file": log.source, **as_json(problem)} for problem in log.problems]
+    record = {
         "files": [log.source for log in group],
         "iterations": len(curve.table),
         "restarts": restarts,
-    }
-    found |= {
         "events": find_spikes(curve),
         "breaks": continuity.breaks,
         "unjudged": continuity.unjudged,
+        "problems": problems,
     }
-    problems = [
-        {"file": log.source, **as_json(problem)} for log in group for problem in log.problems
-    ]
-    return dict(as_json(found | {"problems": problems}))
+    return dict(as_json(record))
 
 
 def training_text(group: Sequence[RunLog], curve: Curve, continuity: Any) -> str:
@@ -161,18 +164,17 @@ def training_text(group: Sequence[RunLog], curve: Curve, continuity: Any) -> str
     a log.
     """
     lines = [f"{', '.join(str(log.source) for log in group)}: {len(curve.table)} lines"]
-    lines += [
-        f"  restart at iteration {r.iteration} ({r.redone} lines done again): {r.log}"
-        for r in curve.restarts
-    ]
-    known = max(len(_logarithms(curve, name)[0]) for name in ("lm_loss", "grad_norm"))
-    calm = (
-        CALM
-        if 2 * known >= len(curve.table)
-        else f"cannot be judged: {known} lines have a loss or norm above 0"
-    )
-    events = [event.sentence for event in find_spikes(curve)] or [calm] * (not continuity.breaks)
-    lines += [f"  {line}" for line in (*events, *continuity.lines())]
-    return "\n".join(
-        [*lines, *(f"  problem of {g.source.name}: {p}" for g in group for p in g.problems)]
-    )
+    for restart in curve.restarts:
+        again = f"({restart.redone} lines done again)"
+        lines.append(f"  restart at iteration {restart.iteration} {again}: {restart.log}")
+    events = [f"  {event.sentence}" for event in find_spikes(curve)]
+    if not events and not continuity.breaks:
+        numbers = max(len(_logarithms(curve, name)[0]) for name in ("lm_loss", "grad_norm"))
+        if 2 * numbers >= len(curve.table):
+            events = [f"  {CALM}"]
+        else:
+            events = [f"  cannot be judged: {numbers} lines have a loss or norm above 0"]
+    lines += [*events, *(f"  {line}" for line in continuity.lines())]
+    for log in group:
+        lines += [f"  problem of {log.source.name}: {problem}" for problem in log.problems]
+    return "\n".join(lines)

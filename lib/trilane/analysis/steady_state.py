@@ -9,6 +9,8 @@ from trilane.logs.run import RunLog
 from trilane.utils.numbers import ranges
 
 WARM_UP = 5  # iterations left out at the start: allocation, first use of each kernel
+# A batch filled by tokens varies by 0.3 %; repeats of one run differ by 4.9 %.
+SMALLER = 0.03
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,11 +28,12 @@ class SteadyState:
     @property
     def sentence(self) -> str:
         """Which iterations are left out and why."""
-        parts = "; ".join(
+        parts = [
             f"{ranges(numbers, 4) or 'a line'} ({reason})"
             for reason, numbers in self.left_out.items()
-        )
-        return f"left out: {parts or 'none'}" + (f"; {self.note}" if self.note else "")
+        ]
+        text = f"left out: {'; '.join(parts) or 'none'}"
+        return f"{text}; {self.note}" if self.note else text
 
 
 def steady_state(
@@ -45,65 +48,66 @@ def steady_state(
 
     Left out, the first reason counts: no time printed; the warm-up (at most half of the lines);
     skipped, where the optimizer did not step; a batch size or sequence length smaller by more than
-    3 % (filled by their tokens, batches differ by 0.3 %; repeats of one run differ by 4.9 %); the
-    line after an evaluation or a checkpoint, whose time versions before 2024 include, where
-    `eval_interval` and `save_interval` are among the arguments. A reason that would leave nothing
-    is ignored, with a note.
+    3 %; the line after an evaluation or a checkpoint, whose time versions before 2024 include,
+    where `eval_interval` and `save_interval` are among the arguments. A reason that would leave
+    nothing is ignored, with a note.
     """
-    full, counts = (
-        {"global_batch_size": gbs, "seq_length": seq_length},
-        np.isfinite(log.column("sec_per_it")),
-    )
+    counts = np.isfinite(log.column("sec_per_it"))
     if not len(counts):
         return SteadyState(counts=np.zeros(len(log.iterations), bool), left_out={})
-    at, notes = log.column("iteration"), list[str]()
+    full = {"global_batch_size": gbs, "seq_length": seq_length}
+    notes = []
     for name, size in full.items():
-        if 0 < (reached := log.column(name).max(initial=0)) < size:
+        reached = log.column(name).max(initial=0)
+        if 0 < reached < size:
             notes.append(f"{name}={size:.0f} was not reached: {reached:.0f}, the largest, counts")
-    left_out = {"no time printed": ~counts} if not counts.all() else {}
-    for reason, bad in _reasons(log, at, warm_up, full):
-        if (counts & ~bad).any():
-            left_out |= {reason: bad & counts} if (bad & counts).any() else {}
-            counts = counts & ~bad
-        elif (bad & counts).any():
-            notes.append(f"all that is left is {reason}, so it counts")
+    iteration = log.column("iteration")
     # neither NaN nor what a broken line makes of a number
-    named = {
-        reason: tuple(at[bad & (at < 2**53)].astype(int).tolist())
-        for reason, bad in left_out.items()
+    is_number = iteration < 2**53
+    dropped = {"no time printed": ~counts}
+    for reason, is_unsteady in _reasons(log, iteration, warm_up, full):
+        if (counts & ~is_unsteady).any():
+            dropped[reason] = counts & is_unsteady
+            counts = counts & ~is_unsteady
+        elif counts.any() and is_unsteady.any():
+            notes.append(f"all that is left is {reason}, so it counts")
+    left_out = {
+        reason: tuple(iteration[rows & is_number].astype(int).tolist())
+        for reason, rows in dropped.items()
+        if rows.any()
     }
-    return SteadyState(counts=counts, left_out=named, note="; ".join(notes))
+    return SteadyState(counts=counts, left_out=left_out, note="; ".join(notes))
 
 
 def _reasons(
-    log: RunLog, at: np.ndarray, warm_up: int, full: dict[str, float]
+    log: RunLog, iteration: np.ndarray, warm_up: int, full: dict[str, float]
 ) -> Iterator[tuple[str, np.ndarray]]:
-    step, first_half = interval(at), np.arange(len(at)) < max(1, len(at) // 2)
-    yield "warm-up", (at - at[:1] < warm_up) & first_half & (len(at) > 1) & (warm_up > 0)
+    is_first_half = np.arange(len(iteration)) < max(1, len(iteration) // 2)
+    if len(iteration) > 1 and warm_up > 0:
+        yield "warm-up", (iteration - iteration[0] < warm_up) & is_first_half
     if "skipped" in log.iterations:
         yield "skipped", log.column("skipped") > 0
     for name, words in (("global_batch_size", "batch size"), ("seq_length", "sequence length")):
-        values = log.column(name)
-        if wanted := min(full[name] or np.inf, np.nanmax(values, initial=0)):
-            small = ~(np.abs(values - wanted) <= 0.03 * wanted) & (len(values) > 0)
-            others = ", ".join(f"{v:.0f}" for v in np.unique(values[small & np.isfinite(values)]))
-            yield f"{words} {others}, not {wanted:.0f}", small
-    for name, words in (
-        ("eval_interval", "after an evaluation"),
-        ("save_interval", "after a checkpoint"),
-    ):
+        sizes = log.column(name)
+        size = min(full[name] or np.inf, np.nanmax(sizes, initial=0))
+        if size:
+            is_small = ~(np.abs(sizes - size) <= SMALLER * size)
+            others = np.unique(sizes[is_small & np.isfinite(sizes)])
+            yield (
+                f"{words} {', '.join(f'{other:.0f}' for other in others)}, not {size:.0f}",
+                is_small,
+            )
+    step = interval(iteration)
+    for name, words in (("eval_interval", "an evaluation"), ("save_interval", "a checkpoint")):
         every = log.arguments.get(name)
         if isinstance(every, int) and every > 0:
-            # a line's iterations, at - step + 1 to at, include one right after a multiple of
-            # `every`
-            yield (
-                words,
-                (np.floor((at - 1) / every) * every >= np.maximum(at - step, 1))
-                & (at - 1 >= every),
-            )
+            # a line's iterations include one right after a multiple of `every`
+            multiple = np.floor((iteration - 1) / every) * every
+            yield f"after {words}", (multiple >= iteration - step) & (multiple >= every)
 
 
-def interval(at: np.ndarray) -> float:
+def interval(iteration: np.ndarray) -> float:
     """Iterations that one line covers."""
-    steps = np.diff(at)
-    return float(np.median(steps[steps > 0])) if (steps > 0).any() else 1.0
+    steps = np.diff(iteration)
+    steps = steps[steps > 0]
+    return float(np.median(steps)) if len(steps) else 1.0

@@ -1,226 +1,161 @@
-"""Studies side by side: what was chosen and predicted in each, their runs and losses."""
+"""Studies side by side: what was chosen, predicted and measured in each, and their losses."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import pandas as pd
 
 from trilane.analysis.collect import MeasuredRuns, measure_runs
 from trilane.analysis.loss_curve import Curve
-from trilane.utils.numbers import chance, with_bounds
-from trilane.utils.tables import Columns, DataFrame, Record, Text
+from trilane.utils.numbers import amount
+from trilane.utils.tables import DataFrame, Table, Text
 from trilane.utils.validation import read_object, require, require_known
 from trilane.workspace.installation import outputs_root
 from trilane.workspace.study import Study
 
+PREDICTED = ("sec_per_it", "sec_lo", "sec_hi", "memory_bytes", "oom_probability")
+DATED = ("plan", "tokens", "days", "gpu_hours", "finish", "p_miss_deadline", "p_overrun_allocation")
+TRAINING = ("engine", "data", "optimizer", "dropout", "run")
+MEASURED = ("sec_per_it", "tflops", "tokens_per_s", "memory_gib", "loss", "status")
+FILES = {
+    "plans.json": "02_topology",
+    "calendar.json": "07_calendar",
+    "decision.json": "08_decision",
+}
+NO_CHOICE = {"sources", "folder"}  # where numbers come from, and where data lies
+
 
 @dataclass(frozen=True, kw_only=True)
-class StudyParts:
-    """What one study holds: all that was chosen and found, by part and name; its runs; what it
-    lacks.
+class StudyComparison(Table):
+    """What differs between studies: a row a choice or result, a column a study.
+
+    `facts` has each study's choices and results, by part and name, as text; `lacks` what is missing
+    or damaged in it; `runs` its measured runs.
     """
 
-    name: str
-    facts: Mapping[tuple[str, str], str]
-    runs: MeasuredRuns
-    lacks: tuple[str, ...]
-
-
-@dataclass(frozen=True, kw_only=True)
-class StudyComparison(Record):
-    """Studies side by side, in the order in which they were named."""
-
-    studies: tuple[StudyParts, ...]
+    facts: Mapping[str, Mapping[tuple[str, str], str]]
+    lacks: Mapping[str, tuple[str, ...]]
+    runs: Mapping[str, MeasuredRuns]
 
     def summary(self) -> Text:
         """How many choices and results differ, and what each study lacks."""
-        names = Text.joined(", ", [Text.of("{:code}", s.name) for s in self.studies])
-        lines = [
-            Text.of("**{} choices and results** differ between {}.", len(self.differing), names)
-        ]
-        lines += [
-            Text.of("{} lacks {}.", s.name, "; ".join(s.lacks)) for s in self.studies if s.lacks
-        ]
+        names = Text.joined(", ", [Text.of("{:code}", name) for name in self.facts])
+        words = "**{} choices and results** differ between {}."
+        lines = [Text.of(words, len(self.to_frame()), names)]
+        for name, lacks in self.lacks.items():
+            if lacks:
+                lines.append(Text.of("{} lacks {}.", name, "; ".join(lacks)))
         return Text.joined("\n\n", lines)
 
-    @cached_property
-    def differing(self) -> list[dict[str, str]]:
-        """A row for each choice or result that differs, with its value in each study that has the
-        part.
-        """
-        parts, found = [{part for part, _ in s.facts} for s in self.studies], list[dict[str, str]]()
-        for part, name in dict.fromkeys(key for s in self.studies for key in s.facts):
-            # what a notebook was not given is its default
-            missing = ["default" if part in own else "" for own in parts]
-            values = [
-                s.facts.get((part, name), other)
-                for s, other in zip(self.studies, missing, strict=True)
-            ]
-            if len({*values} - {""}) > 1:
-                row = dict(zip([s.name for s in self.studies], values, strict=True))
-                found.append({"part": part, "choice": name, **row})
-        return found
-
-    def differences(self) -> Columns | Text:
-        """What differs: a row a choice or result, a column a study."""
-        rows = pd.DataFrame(self.differing)
-        return Columns(rows) if len(rows) else Text("Nothing that two of them have differs.")
-
     def to_frame(self) -> DataFrame:
-        """A row a run of any study, with a column for each of its numbers."""
-        frames = [s.runs.to_frame().assign(study=s.name) for s in self.studies]
-        return pd.concat(frames, ignore_index=True)
-
-    def runs(self) -> Columns | Text:
-        """The runs of all studies, a row each."""
-        tables = {s.name: s.runs.table().to_frame() for s in self.studies if s.runs.runs}
-        if not tables:
-            return Text("No study has a run.")
-        return Columns(pd.concat(tables, names=["Study"]).reset_index("Study"))
+        """A row for each choice or result that differs: part, choice, its value in each study."""
+        parts = {name: {part for part, _ in facts} for name, facts in self.facts.items()}
+        rows = []
+        for part, choice in dict.fromkeys(key for facts in self.facts.values() for key in facts):
+            row = {"part": part, "choice": choice}
+            for name, facts in self.facts.items():
+                unset = "default" if part in parts[name] else ""  # what was not given
+                row[name] = facts.get((part, choice), unset)
+            if len({row[name] for name in self.facts} - {""}) > 1:
+                rows.append(row)
+        return pd.DataFrame(rows, columns=["part", "choice", *self.facts])
 
     def curves(self) -> dict[str, Curve]:
         """The loss curves of all studies, by study and run."""
-        return {
-            f"{s.name}: {run}": curve
-            for s in self.studies
-            for run, curve in s.runs.curves().items()
-        }
+        curves: dict[str, Curve] = {}
+        for name, runs in self.runs.items():
+            curves |= {f"{name}: {run}": curve for run, curve in runs.curves().items()}
+        return curves
 
     def to_json(self) -> dict[str, Any]:
         """What comparison.json holds."""
-        names = [s.name for s in self.studies]
-        rows = [
-            {"part": r["part"], "choice": r["choice"], "values": {n: r[n] for n in names}}
-            for r in self.differing
-        ]
-        return {
-            "studies": names,
-            "lacks": {s.name: list(s.lacks) for s in self.studies},
-            "differences": rows,
-        }
+        lacks = {name: list(lines) for name, lines in self.lacks.items()}
+        differences = self.to_frame().to_dict("records")
+        return {"studies": list(self.facts), "lacks": lacks, "differences": differences}
 
 
 def compare_studies(here: Study, names: str = "") -> StudyComparison:
     """The studies of these names, separated by commas; without names `here` and the study that
     changed last.
 
-        compare_studies(Study.open("a"), "a,b").differences()
+        compare_studies(Study.open("a"), "a,b").to_frame()
 
     Raises ValueError for a study that does not exist. What one lacks, or what is damaged in it, is
     reported instead.
     """
-    chosen = list(dict.fromkeys(name for part in names.split(",") if (name := part.strip())))
-    require(
-        not names or len(chosen) > 1, "studies", names, "must be two or more, separated by commas"
-    )
-    known = {
-        p.name: p.stat().st_mtime_ns
-        for p in outputs_root().iterdir()
-        if (p / "index.html").is_file()
-    }
-    others = sorted((name for name in known if name != here.name), key=known.__getitem__)
-    parts = []
-    for name in chosen or [here.name, *others[-1:]]:
+    indexes = sorted(outputs_root().glob("*/index.html"), key=lambda path: path.stat().st_mtime_ns)
+    known = [path.parent.name for path in indexes]
+    chosen = list(dict.fromkeys(name.strip() for name in names.split(",") if name.strip()))
+    if not names:
+        chosen = [here.name, *[name for name in known if name != here.name][-1:]]
+    else:
+        rule = "must be two or more, separated by commas"
+        require(len(chosen) > 1, "studies", names, rule)
+    facts = {}
+    lacks = {}
+    runs = {}
+    for name in chosen:
         study = Study(name)
         if not study.folder.is_dir():
             require_known("studies", name, known)
-        parts.append(_parts(study))
-        here.read |= {f"{name}/{file}": key for file, key in study.read.items()}
-    return StudyComparison(studies=tuple(parts))
-
-
-def _predicted(p: Mapping[str, Any]) -> dict[str, str]:
-    """A plan's prediction as a person reads it."""
-    return {
-        "seconds an iteration": with_bounds(p["sec_per_it"], p["sec_lo"], p["sec_hi"]),
-        "memory (GiB)": f"{p['memory_bytes'] / 2**30:.3g}",
-        "P(out of memory)": chance(p["oom_probability"]),
-    }
-
-
-def _parts(study: Study) -> StudyParts:
-    files, lacks, runs = dict[str, dict[str, Any]](), list[str](), MeasuredRuns(runs=())
-    for name, notebook in {
-        "plans": "02_topology",
-        "calendar": "07_calendar",
-        "decision": "08_decision",
-    }.items():
+        missing: list[str] = []
         try:
-            values = study.load(f"{name}.json", notebook)
-            # what the table reads of a plan is there
-            for plan in values["plans"] if name == "plans" else ():
-                assert plan["shape"] and plan["topology"] and _predicted(plan["prediction"])
-            files[name] = values
+            runs[name] = measure_runs(study)
         except ValueError as error:
-            lacks.append(
-                str(error)
-                if (study.folder / f"{name}.json").exists()
-                else f"{name}.json ({notebook})"
-            )
-        except (KeyError, TypeError, AttributeError, ZeroDivisionError):
-            lacks.append(f"study file={name}.json: is damaged")
-    try:
-        runs = measure_runs(study)
-    except ValueError as error:
-        lacks.append(str(error) if study.run_folders() else "runs (03_launch)")
-    plans = files.get("plans", {}).get("plans", [])
-    found = {
-        f"parameters of {path.stem}": _parameters(path)
-        for path in sorted(study.folder.glob("[0-9]*.ipynb"))
-    }
-    training = ("engine", "data", "optimizer", "dropout", "run")
-    found["training"] = next(
-        ({n: m.plan.to_json()[n] for n in training} for m in runs.runs if m.plan), {}
-    )
-    for plan in plans[:1]:
-        found |= {
-            "model": plan["shape"],
-            "best plan": plan["topology"],
-            "prediction": _predicted(plan["prediction"]),
-        }
-    dated = (
-        "plan",
-        "tokens",
-        "days",
-        "gpu_hours",
-        "finish",
-        "p_miss_deadline",
-        "p_overrun_allocation",
-    )
-    found["forecast"] = {
-        name: value for name, value in files.get("calendar", {}).items() if name in dated
-    }
-    found["decision"] = files.get("decision", {}).get("recommendation", {})
-    facts = {
-        (part, name): text for part, values in found.items() for name, text in _flat(values).items()
-    }
-    return StudyParts(name=study.name, facts=facts, runs=runs, lacks=tuple(lacks))
+            missing.append(str(error))
+            runs[name] = MeasuredRuns(runs=())
+        facts[name] = _facts(study, runs[name], missing)
+        lacks[name] = tuple(missing)
+        here.read |= {f"{name}/{file}": key for file, key in study.read.items()}
+    return StudyComparison(facts=facts, lacks=lacks, runs=runs)
 
 
-def _flat(values: Any) -> dict[str, str]:
+def _facts(study: Study, runs: MeasuredRuns, missing: list[str]) -> dict[tuple[str, str], str]:
+    """Choices and results of a study by part and name."""
+    parts: dict[str, dict[str, Any]] = {}
+    for path in sorted(study.folder.glob("[0-9]*.ipynb")):
+        try:
+            metadata = read_object(path, "notebook", metadata=dict)["metadata"]
+            parameters = dict(metadata["papermill"]["parameters"])
+        except (ValueError, KeyError, TypeError):
+            continue  # they are not recorded
+        parameters.pop("study", None)
+        parts[f"parameters of {path.stem}"] = parameters
+    for run in runs.runs[:1]:
+        if run.plan:
+            plan = run.plan.to_json()
+            parts["training"] = {name: plan[name] for name in TRAINING}
+    for file, notebook in FILES.items():
+        try:
+            values = study.load(file, notebook)
+            if file == "plans.json":
+                best = values["plans"][0]
+                parts["model"] = dict(best["shape"])
+                parts["best plan"] = dict(best["topology"])
+                parts["prediction"] = {name: best["prediction"][name] for name in PREDICTED}
+            elif file == "calendar.json":
+                parts["forecast"] = {name: values.get(name) for name in DATED}
+            else:
+                parts["decision"] = dict(values["recommendation"])
+        except ValueError as error:
+            missing.append(str(error))
+        except (KeyError, TypeError, IndexError):
+            missing.append(f"study file={file}: is damaged")
+    for row in runs.to_frame().to_dict("records"):
+        parts[f"run {row['run']}"] = {name: row[name] for name in MEASURED}
+    facts: dict[tuple[str, str], str] = {}
+    for part, choices in parts.items():
+        facts |= {(part, name): text for name, text in _flat(choices).items()}
+    return facts
+
+
+def _flat(values: dict[str, Any]) -> dict[str, str]:
     """Nested values by their path, as text: {"ramp": {"start": 8}} -> {"ramp.start": "8"}."""
-    flat = (
-        pd.json_normalize(values).to_dict("records")[0]
-        if isinstance(values, dict) and values
-        else {}
-    )
-    # where numbers come from, and where data lies, is no choice
-    kept = {n: v for n, v in flat.items() if not {"sources", "folder"} & {*n.split(".")}}
-    texts = {name: f"{v:.6g}" if isinstance(v, float) else str(v) for name, v in kept.items()}
-    return {
-        name: "/".join(t.split("/")[-2:]) if t.startswith("/") else t for name, t in texts.items()
-    }
-
-
-def _parameters(path: Path) -> dict[str, Any]:
-    """The parameters with which papermill executed a notebook, without the study; {} where they are
-    not recorded.
-    """
-    try:
-        made = read_object(path, "notebook", metadata=dict)["metadata"]["papermill"]["parameters"]
-        return {name: value for name, value in dict(made).items() if name != "study"}
-    except (ValueError, KeyError, TypeError):
-        return {}
+    texts: dict[str, str] = {}
+    if not values:
+        return texts
+    for name, value in pd.json_normalize(values).iloc[0].items():
+        if not NO_CHOICE & set(str(name).split(".")):
+            texts[str(name)] = amount(value) if isinstance(value, float) else str(value)
+    return texts

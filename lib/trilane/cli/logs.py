@@ -66,7 +66,6 @@ def table(
     """Print the runs below FOLDER as one table: run folders, or logs of other trainers, at any
     depth.
     """
-    by = tables.column(sort) if sort else ""
     use(dialect)
     rows, bad = read_folder(folder)
     note(bad[:MOST_NOTES], label="trilane: left out: ")
@@ -74,10 +73,10 @@ def table(
         note([f"left out: {len(bad) - MOST_NOTES} more, which --json names"])
     rule = "holds no run: neither plan.json with run.log, nor a training log"
     require(bool(rows), "folder", folder, rule)
-    if by:
-        rows = tables.ordered(rows, by)
+    if sort:
+        rows = tables.ordered(rows, sort)
     values = [{k: None if v != v else v for k, v in row.items()} for row in rows]
-    text = csv_text(tables.values(rows)) if csv else tables.markdown(rows, by)
+    text = csv_text(tables.frame(rows)) if csv else tables.markdown(rows, sort)
     return Answer({"folder": str(folder), "rows": values, "left_out": bad}, text)
 
 
@@ -107,7 +106,7 @@ def compare(
     runs_b = [run for path in b for run in measure_path(path)]
     found = comparison.compare(runs_a, runs_b, confidence)
     values = {**asdict(found), "decided": found.decided, "verdict": found.sentence}
-    return Answer(values, str(found))
+    return Answer(values, found.summary())
 
 
 @command(logs)

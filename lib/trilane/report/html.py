@@ -9,7 +9,7 @@ import hashlib
 import io
 import json
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,18 @@ DATA = Path(str(resources.files("trilane"))) / "data/report"
 # https://www.w3.org/TR/CSP3/
 POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
 
+KINDS = ("text/html", "text/markdown", "image/png", "text/plain")  # of an output, that a page shows
+# of an output's HTML
+TAGS = {"a", "b", "br", "code", "details", "div", "em", "i", "img", "mark", "p", "pre", "span"}
+TAGS |= {"strong", "summary", "table", "tbody", "td", "th", "thead", "tr"}
+ATTRIBUTES = {
+    "*": {"class", "style", "width", "colspan", "rowspan", "border"},
+    "a": {"href"},
+    "img": {"src"},
+}
+STYLES = {"background-color", "line-height", "min-width", "text-align", "white-space"}
+ADDRESSES = {"href": r"[\w.%~-]+", "src": r"data:image/png;base64,[\w+/=\s]+"}
+
 
 def notebook_html(executed: Path) -> str:
     """The executed notebook as one HTML text: code folded, figures inline, no external resources.
@@ -42,84 +54,91 @@ def notebook_html(executed: Path) -> str:
         "study": executed.parent.name,
         "title": title(notebook),
         "headings": {},
-    }
-    report["about"] = _about(notebook, executed)
-    report |= {
+        "about": _about(notebook, executed),
         "css": (DATA / "report.css").read_text(encoding="utf-8"),
         "policy": POLICY,
         "script": "",
+        # whose print has to fit a sheet
+        "kind": "one-page" if executed.stem == "08_decision" else "report",
     }
-    report["kind"] = (
-        "one-page" if executed.stem == "08_decision" else "report"
-    )  # whose print has to fit a sheet
-    notebook.metadata, heading = {}, "figure"  # without the state of widgets
+    notebook.metadata = {}  # without the state of widgets
     # papermill's own cell on top of a notebook that failed
-    cells = [
-        c for c in notebook.cells if "papermill-error-cell-tag" not in c.metadata.get("tags", [])
-    ]
+    cells = [cell for cell in notebook.cells if "papermill-error-cell-tag" not in _tags(cell)]
     # what only the last cells know is the first thing that a reader asks for
-    findings = [c for c in cells if "finding" in c.metadata.get("tags", [])]
-    rest = [c for c in cells if c not in findings]
-    notebook.cells = list(_results_first([*rest[:1], *findings, *rest[1:]]))
+    findings = [cell for cell in cells if "finding" in _tags(cell)]
+    rest = [cell for cell in cells if cell not in findings]
+    notebook.cells = _results_first([*rest[:1], *findings, *rest[1:]])
+    heading = "figure"
     for cell in notebook.cells:
-        lines = cell.source.splitlines() if cell.cell_type == "markdown" else []
-        for heading in (line[3:].strip() for line in lines if line.startswith("## ")):
-            report["headings"][anchor(heading)] = heading
-        for output in (o for o in cell.get("outputs", []) if "data" in o):
-            output["metadata"] = {
-                "alt": f"Figure: {heading}",
-                "width": _width(output["data"].get("image/png")),
-            }
-            if isinstance(spec := output["data"].get(MIME), dict) and "image/png" in output["data"]:
-                output["metadata"] = {
-                    "alt": str(spec.get("description") or heading),
-                    "spec": embedded(spec),
-                }
-                report["script"], digest = script()
-                report["policy"] = f"{POLICY}; script-src {digest}"
-            shown = ("text/html", "text/markdown", "image/png", "text/plain")
-            output["data"] = {
-                kind: output["data"][kind] for kind in shown if kind in output["data"]
-            }
-            if "text/html" in output["data"]:
-                output["data"]["text/html"] = plain_html(output["data"]["text/html"])
+        if cell.cell_type == "markdown":
+            for line in re.findall("^## (.*)", cell.source, re.MULTILINE):
+                heading = line.strip()
+                report["headings"][anchor(heading)] = heading
+        for output in cell.get("outputs", []):
+            if "data" in output:
+                _keep_what_is_shown(output, heading)
+                if "spec" in output["metadata"]:
+                    report["script"], digest = script()
+                    report["policy"] = f"{POLICY}; script-src {digest}"
     exporter = HTMLExporter(template_file=str(DATA / "notebook.html.j2"))
     exporter.register_filter("markdown2html", markdown_html)
-    return without_places(
-        exporter.from_notebook_node(notebook, resources={"report": report})[0], executed.parent
-    )
+    text, _ = exporter.from_notebook_node(notebook, resources={"report": report})
+    return without_places(text, executed.parent)
+
+
+def _tags(cell: Any) -> list[str]:
+    tags: list[str] = cell.metadata.get("tags", [])
+    return tags
+
+
+def _keep_what_is_shown(output: Any, heading: str) -> None:
+    """Of an output what a page shows; its metadata are a picture's words and width, and a figure's
+    specification.
+    """
+    data = output["data"]
+    output["metadata"] = {"alt": f"Figure: {heading}", "width": _width(data.get("image/png"))}
+    spec = data.get(MIME)
+    if isinstance(spec, dict) and "image/png" in data:
+        words = str(spec.get("description") or heading)
+        output["metadata"] = {"alt": words, "spec": embedded(spec)}
+    output["data"] = {kind: data[kind] for kind in KINDS if kind in data}
+    if "text/html" in data:
+        output["data"]["text/html"] = plain_html(data["text/html"])
 
 
 def without_places(text: str, study: Path) -> str:
     """The text of a study's file without the paths of its machine: outputs, checkout and home go
     from their front.
     """
-    places = [
-        str(place.absolute()) for place in (study, study.parent, checkout(), Path.home()) if place
-    ]
-    for place in (place for place in places if place != "/"):
-        # at the beginning of a word, also after an escaped line end in JSON
-        pattern = rf"(?:(?<![\w.-])|(?<=\\[nrt])){re.escape(place)}(/(?=\S)|(?![\w.-]))"
-        text = re.sub(pattern, lambda at: "" if at[1] else ".", text)
+    for place in (study, study.parent, checkout(), Path.home()):
+        if place and str(place) != "/":
+            # at the beginning of a word, also after an escaped line end in JSON
+            name = re.escape(str(place.absolute()))
+            pattern = rf"(?:(?<![\w.-])|(?<=\\[nrt])){name}(/(?=\S)|(?![\w.-]))"
+            text = re.sub(pattern, lambda match: "" if match[1] else ".", text)
     return text
 
 
-def _results_first(cells: Iterable[Any]) -> Iterator[Any]:
+def _results_first(cells: Iterable[Any]) -> list[Any]:
     """The cells; the code between two texts is one cell below its outputs, that of a cell `formula`
     above its own.
     """
-    sources = list[str]()
-    for cell in cells:
-        if cell.cell_type != "code" or "formula" in cell.metadata.get("tags", []):
-            yield from [nbformat.v4.new_code_cell("\n\n".join(sources))] * bool(sources)
-            sources.clear()
-            yield cell
-            continue
-        sources += [cell.source] * bool(cell.source)
-        if cell.outputs:
+    ordered: list[Any] = []
+    sources: list[str] = []
+    for cell in [*cells, None]:
+        if cell and cell.cell_type == "code" and "formula" not in _tags(cell):
+            sources.append(cell.source)
             cell.source = ""
-            yield cell
-    yield from [nbformat.v4.new_code_cell("\n\n".join(sources))] * bool(sources)
+            if cell.outputs:
+                ordered.append(cell)
+            continue
+        code = "\n\n".join(filter(None, sources))
+        sources.clear()
+        if code:
+            ordered.append(nbformat.v4.new_code_cell(code))
+        if cell:
+            ordered.append(cell)
+    return ordered
 
 
 def _width(png: Any) -> int | None:
@@ -134,20 +153,17 @@ def _width(png: Any) -> int | None:
 
 def _about(notebook: Any, executed: Path) -> dict[str, str]:
     """The foot of a report: name and text."""
-    of = {
-        **stamp(),
-        **(dict(by) if isinstance(by := notebook.metadata.get("trilane"), dict) else {}),
-    }
-    made = by if isinstance(by := notebook.metadata.get("papermill"), dict) else {}
-    values = by if isinstance(by := made.get("parameters"), dict) else {}
+    papermill = notebook.metadata.get("papermill", {})
+    parameters = papermill.get("parameters", {})
+    texts = [f"{name} = {value!r}" for name, value in parameters.items()]
+    date = str(papermill.get("end_time") or papermill.get("start_time") or "not recorded")
+    made_by = {**stamp(), **notebook.metadata.get("trilane", {})}
+    words = "trilane {trilane}, revision {revision}, Python {python}"
     return {
-        "executed": str(made.get("end_time") or made.get("start_time") or "not recorded")[
-            :16
-        ].replace("T", " "),
+        "executed": date[:16].replace("T", " "),
         "notebook": executed.stem,
-        "parameters": ", ".join(f"{n} = {v!r}" for n, v in values.items())
-        or "as the notebook has them",
-        "made by": f"trilane {of['trilane']}, revision {of['revision']}, Python {of['python']}",
+        "parameters": ", ".join(texts) or "as the notebook has them",
+        "made by": words.format(**made_by),
     }
 
 
@@ -210,18 +226,18 @@ def formula(latex: str) -> str:
     from matplotlib.font_manager import FontProperties
     from matplotlib.mathtext import math_to_image
 
-    line, drawn, size = " ".join(latex.split()), io.BytesIO(), 12  # points
+    line = " ".join(latex.split())
+    drawn = io.BytesIO()
+    size = 12  # points
     try:
         depth = math_to_image(f"${line}$", drawn, FontProperties(size=size), dpi=72, format="svg")
     except ValueError:
         return str(Html.of("<code>{}</code>", line))
     svg = re.sub(rb"(?s)<metadata>.*?</metadata>", b"", drawn.getvalue())  # has the time
+    style = f"vertical-align: {-depth / size:.3f}em"
     height = re.search(rb'height="([\d.]+)pt"', svg)
-    style = (
-        f"height: {float(height[1]) / size:.3f}em; vertical-align: {-depth / size:.3f}em"
-        if height
-        else ""
-    )
+    if height:
+        style += f"; height: {float(height[1]) / size:.3f}em"
     source = f"data:image/svg+xml;base64,{base64.b64encode(svg).decode()}"
     return str(Html.of('<img class="math" alt="{}" style="{}" src="{}">', line, style, source))
 
@@ -230,42 +246,13 @@ def plain_html(text: str) -> str:
     """HTML of an output, with tables, text and pictures alone: nothing in it runs, loads, or covers
     the page.
     """
-    tags = {
-        "a",
-        "b",
-        "br",
-        "code",
-        "details",
-        "div",
-        "em",
-        "i",
-        "img",
-        "mark",
-        "p",
-        "pre",
-        "span",
-        "strong",
-        "summary",
-    }
-    tags |= {"table", "tbody", "td", "th", "thead", "tr"}
-    attributes = {
-        "*": {"class", "style", "width", "colspan", "rowspan", "border"},
-        "a": {"href"},
-        "img": {"src"},
-    }
     return nh3.clean(
         text,
-        tags=tags,
+        tags=TAGS,
         clean_content_tags={"style"},  # of a DataFrame
-        attributes=attributes,
+        attributes=ATTRIBUTES,
         attribute_filter=_attribute,
-        filter_style_properties={
-            "background-color",
-            "line-height",
-            "min-width",
-            "text-align",
-            "white-space",
-        },
+        filter_style_properties=STYLES,
         url_schemes={"data"},
         link_rel=None,
     )
@@ -273,49 +260,46 @@ def plain_html(text: str) -> str:
 
 def _attribute(tag: str, name: str, value: str) -> str | None:
     """The value of an attribute; None where it leads out of the study's folder."""
-    patterns = {"href": r"[\w.%~-]+", "src": r"data:image/png;base64,[\w+/=\s]+"}
-    return value if name not in patterns or re.fullmatch(patterns[name], value) else None
+    pattern = ADDRESSES.get(name)
+    return value if pattern is None or re.fullmatch(pattern, value) else None
 
 
 def title(notebook: Any) -> str:
     """The notebook's first heading."""
-    lines = (
-        line
-        for cell in notebook.cells
-        if cell.cell_type == "markdown"
-        for line in cell.source.splitlines()
-    )
-    return next(
-        (line.removeprefix("# ").strip() for line in lines if line.startswith("# ")), "untitled"
-    )
+    for cell in notebook.cells:
+        if cell.cell_type == "markdown":
+            for heading in re.findall("^# (.*)", cell.source, re.MULTILINE):
+                return str(heading).strip()
+    return "untitled"
 
 
 def state(notebook: Any) -> str:
     """Whether an execution is completed, failed (also where its kernel died), or unfinished."""
-    made = notebook.metadata.get("papermill", {})
-    if not made.get("end_time"):
+    papermill = notebook.metadata.get("papermill", {})
+    if not papermill.get("end_time"):
         return "unfinished"
-    return "failed" if made.get("exception") or unfinished(notebook) else "completed"
+    return "failed" if papermill.get("exception") or unfinished(notebook) else "completed"
 
 
 def unfinished(notebook: Any) -> list[str]:
     """The sources of the code cells that were not executed to their end."""
     code = [cell for cell in notebook.cells if cell.cell_type == "code" and cell.source.strip()]
-    return [
-        cell.source
-        for cell in code
-        if "iopub.status.idle" not in cell.metadata.get("execution", {})
-    ]
+    left = [cell for cell in code if "iopub.status.idle" not in cell.metadata.get("execution", {})]
+    return [cell.source for cell in left]
 
 
 def read_notebook(path: Path) -> Any:
     """The notebook in a file; ValueError where it is damaged."""
     try:
         notebook = nbformat.read(path, as_version=4)
-        assert all(
-            isinstance(c.source, str) and c.cell_type and c.metadata is not None
-            for c in notebook.cells
-        )
-    except Exception as error:  # of a damaged file nbformat raises anything, also AssertionError and UnboundLocalError
+        for cell in notebook.cells:
+            assert isinstance(cell.source, str)
+            assert cell.cell_type
+            assert cell.metadata is not None
+        for name in ("papermill", "trilane"):
+            assert isinstance(notebook.metadata.get(name, {}), dict)
+        assert isinstance(notebook.metadata.get("papermill", {}).get("parameters", {}), dict)
+    # of a damaged file nbformat raises anything, also AssertionError and UnboundLocalError
+    except Exception as error:
         raise ValueError(f"notebook={path}: is damaged ({short(str(error), 80)})") from None
     return notebook

@@ -1,4 +1,4 @@
-"""The index of a study."""
+"""The index of a study, and its zip."""
 
 import zipfile
 from collections.abc import Iterable, Sequence
@@ -23,35 +23,35 @@ def write_index(study: Study) -> Path:
     One process at a time does it, so that the last one lists what all have made.
     """
     with FolderLock([study.folder], ".index.lock", "study").held(20.0):
-        notebooks = sorted(
-            study.folder.glob("*.ipynb"), key=lambda path: (path.stem != "08_decision", path)
-        )
-        runs = [_run_row(folder) for folder in study.run_folders()]
-        names = sorted(
-            path.name for path in study.folder.iterdir() if path.suffix in (".json", ".csv")
-        )
+        notebooks = sorted(study.folder.glob("*.ipynb"))
+        notebooks.sort(key=lambda path: path.stem != "08_decision")
+        files = sorted(study.folder.iterdir())
+        names = [path.name for path in files if path.suffix in (".json", ".csv")]
+        heads = ("Question", "Status", "Seconds", "Executed copy")
         parts = [
             Html.of("<h1>Study “{}”</h1>", study.name),
             Html("<h2>Notebooks</h2>"),
-            table(
-                ("Question", "Status", "Seconds", "Executed copy"), map(_notebook_row, notebooks)
-            ),
-            *[Html("<h2>Runs</h2>"), table(("Run", "Status", "Evidence", "Files"), runs)]
-            * bool(runs),
-            Html.of(
-                "<h2>Results</h2>\n<p>{}</p>",
-                Html.joined(" · ", [Html.link(name, name) for name in names]),
-            ),
+            table(heads, [_notebook_row(path) for path in notebooks]),
         ]
+        if study.run_folders():
+            runs = [_run_row(folder) for folder in study.run_folders()]
+            parts += [
+                Html("<h2>Runs</h2>"),
+                table(("Run", "Status", "Evidence", "Files"), runs),
+            ]
+        links = Html.joined(" · ", [Html.link(name, name) for name in names])
+        parts.append(Html.of("<h2>Results</h2>\n<p>{}</p>", links))
         return write_page(study.folder / "index.html", Html.of("Study “{}”", study.name), parts)
 
 
 def write_page(path: Path, heading: Html, parts: Iterable[Html]) -> Path:
-    made = jinja2.Environment(undefined=jinja2.StrictUndefined, autoescape=True)
-    source = made.from_string((DATA / "page.html.j2").read_text(encoding="utf-8"))
+    """Write a page of these parts."""
+    environment = jinja2.Environment(undefined=jinja2.StrictUndefined, autoescape=True)
+    template = environment.from_string((DATA / "page.html.j2").read_text(encoding="utf-8"))
     css = Html((DATA / "report.css").read_text(encoding="utf-8"))
-    values = {"policy": Html(POLICY), "title": heading, "stamp": stamp()}
-    return replace_text(path, source.render(css=css, body=Html.joined("\n", parts), **values))
+    body = Html.joined("\n", parts)
+    text = template.render(css=css, body=body, policy=Html(POLICY), title=heading, stamp=stamp())
+    return replace_text(path, text)
 
 
 def zip_path(study: Study) -> Path:
@@ -60,8 +60,10 @@ def zip_path(study: Study) -> Path:
     """
     path = study.folder.with_name(f"{study.name}.zip")
     if path.exists():
-        is_zip = path.is_file() and zipfile.is_zipfile(path)
-        is_own = is_zip and f"{study.name}/index.html" in zipfile.ZipFile(path).namelist()
+        is_own = False
+        if path.is_file() and zipfile.is_zipfile(path):
+            with zipfile.ZipFile(path) as archive:
+                is_own = f"{study.name}/index.html" in archive.namelist()
         require(is_own, "zip", path, "exists and is no zip of this study; move it away")
     return path
 
@@ -71,45 +73,48 @@ def write_zip(study: Study) -> Path:
 
     In order, with one date and without the machine's paths: equal studies give equal bytes.
     """
-    path, aside = zip_path(study), study.folder / f".{study.name}.zip"
-    folders = [study.folder, study.folder / "figures", *study.run_folders()]
-    found = sorted(each for folder in folders for each in folder.glob("[!.]*"))
-    with zipfile.ZipFile(aside, "w", zipfile.ZIP_DEFLATED) as made:
-        for file in filter(Path.is_file, found):
+    path = zip_path(study)
+    aside = study.folder / f".{study.name}.zip"
+    files: list[Path] = []
+    for folder in (study.folder, study.folder / "figures", *study.run_folders()):
+        files += [file for file in folder.glob("[!.]*") if file.is_file()]
+    with zipfile.ZipFile(aside, "w") as archive:
+        for file in sorted(files):
             data = file.read_bytes()
             if b"\0" not in data:
                 text = data.decode("utf-8", "surrogateescape")
                 data = without_places(text, study.folder).encode("utf-8", "surrogateescape")
             info = zipfile.ZipInfo(printable(str(file.relative_to(study.folder.parent))))
             info.external_attr = 0o644 << 16
-            made.writestr(info, data, zipfile.ZIP_DEFLATED)
+            archive.writestr(info, data, zipfile.ZIP_DEFLATED)
     return aside.replace(path)
 
 
 def table(heads: Sequence[str], rows: Iterable[Iterable[object]]) -> Html:
     """A table of texts and Html."""
-    titles = Html.joined("", (Html.of('<th class="text">{}</th>', head) for head in heads))
-    lines = (
-        Html.joined("", (Html.of('<td class="text">{}</td>', cell) for cell in row)) for row in rows
-    )
-    body = Html.joined("\n", (Html.of("<tr>{}</tr>", line) for line in lines))
-    return Html.of(
-        "<table>\n<thead><tr>{}</tr></thead>\n<tbody>\n{}\n</tbody></table>", titles, body
-    )
+    head = Html.joined("", [Html.of('<th class="text">{}</th>', text) for text in heads])
+    lines = []
+    for row in rows:
+        cells = Html.joined("", [Html.of('<td class="text">{}</td>', cell) for cell in row])
+        lines.append(Html.of("<tr>{}</tr>", cells))
+    body = Html.joined("\n", lines)
+    frame = "<table>\n<thead><tr>{}</tr></thead>\n<tbody>\n{}\n</tbody></table>"
+    return Html.of(frame, head, body)
 
 
 def _notebook_row(path: Path) -> list[object]:
     """Question, status, seconds and executed copy of a notebook."""
+    heading = path.stem
+    status = "damaged"
+    seconds = ""
     try:
         notebook = read_notebook(path)
-        heading, status, made = (
-            title(notebook),
-            state(notebook),
-            notebook.metadata.get("papermill", {}),
-        )
-        seconds = f"{made['duration']:.0f}" if made.get("duration") else ""
-    except (ValueError, KeyError, TypeError, AttributeError):
-        heading, seconds, status = path.stem, "", "damaged"
+        duration = notebook.metadata.get("papermill", {}).get("duration")
+        seconds = f"{duration:.0f}" if duration else ""
+        status = state(notebook)
+        heading = title(notebook)
+    except (ValueError, TypeError, AttributeError):
+        pass
     report = path.with_suffix(".html")
     question = Html.link(heading, report.name) if report.exists() else heading
     return [question, _status(status), seconds, Html.link(path.name, path.name)]
@@ -117,13 +122,15 @@ def _notebook_row(path: Path) -> list[object]:
 
 def _run_row(folder: Path) -> list[object]:
     """Name, status, its evidence, and the files of a run."""
-    written, problem = known_status(folder), status_problem(folder)
-    status = str(written.status) if written else "unknown" if problem else "not started"
-    files = sorted(
-        path.name for path in folder.iterdir() if path.is_file() and not path.name.startswith(".")
-    )
-    links = Html.joined(" ", (Html.link(name, "runs", folder.name, name) for name in files))
-    return [folder.name, _status(status), short(written.evidence if written else problem), links]
+    written = known_status(folder)
+    evidence = status_problem(folder)
+    status = "unknown" if evidence else "not started"
+    if written:
+        status = str(written.status)
+        evidence = written.evidence
+    names = sorted(path.name for path in folder.glob("[!.]*") if path.is_file())
+    links = Html.joined(" ", [Html.link(name, "runs", folder.name, name) for name in names])
+    return [folder.name, _status(status), short(evidence), links]
 
 
 def _status(status: str) -> Html:

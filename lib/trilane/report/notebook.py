@@ -56,10 +56,11 @@ def read_parameters(path: Path) -> list[Parameter]:
     """The parameters of a notebook's file, each with name, type, default and help; ValueError where
     it is damaged.
     """
-    tagged = [
-        cell for cell in read_notebook(path).cells if "parameters" in cell.metadata.get("tags", [])
-    ]
-    return [parameter for cell in tagged for parameter in PythonTranslator.inspect(cell)]
+    parameters: list[Parameter] = []
+    for cell in read_notebook(path).cells:
+        if "parameters" in cell.metadata.get("tags", []):
+            parameters += PythonTranslator.inspect(cell)
+    return parameters
 
 
 def typed(field: str, given: object, kind: str) -> Any:
@@ -70,7 +71,8 @@ def typed(field: str, given: object, kind: str) -> Any:
     if isinstance(given, str) and kind != "str":
         with contextlib.suppress(ValueError, SyntaxError):
             value = ast.literal_eval(given.title() if kind == "bool" else given)
-    value = float(value) if kind == "float" and type(value) is int else value
+    if kind == "float" and type(value) is int:
+        value = float(value)
     require(type(value).__name__ == kind, field, given, f"must be of type {kind}")
     return value
 
@@ -79,19 +81,17 @@ def distribute(chosen: Sequence[str], given: Mapping[str, object]) -> dict[str, 
     """The typed parameters of each notebook in `chosen`; ValueError for a name that none of them
     has.
     """
-    known = {name: read_parameters(path_of(name)) for name in chosen}
+    declared = {name: read_parameters(path_of(name)) for name in chosen}
+    known = {parameter.name for parameters in declared.values() for parameter in parameters}
     for field in given:
-        require_known(
-            "parameter", field, sorted({p.name for found in known.values() for p in found})
-        )
-    return {
-        name: {
-            p.name: typed(p.name, given[p.name], p.inferred_type_name)
-            for p in found
-            if p.name in given
-        }
-        for name, found in known.items()
-    }
+        require_known("parameter", field, sorted(known))
+    values: dict[str, dict[str, Any]] = {name: {} for name in chosen}
+    for name, parameters in declared.items():
+        for parameter in parameters:
+            field = parameter.name
+            if field in given:
+                values[name][field] = typed(field, given[field], parameter.inferred_type_name)
+    return values
 
 
 def run(name: str, study: Study, **given: object) -> Path:
@@ -104,16 +104,15 @@ def run(name: str, study: Study, **given: object) -> Path:
     with FolderLock([study.folder], f".{name}.lock", f"notebook={name}, study").held(0.0):
         executed = study.folder / f"{name}.ipynb"
         set_aside(executed)
-        executed.unlink(
-            missing_ok=True
-        )  # papermill would write into the kept copy: the two names are one file
+        # papermill would write into the kept copy: the two names are one file
+        executed.unlink(missing_ok=True)
         try:
             _execute(name, executed, {**values, "study": study.name})
         finally:
             if executed.exists():
-                made = nbformat.read(executed, as_version=4)
-                made.metadata["trilane"] = stamp()
-                nbformat.write(made, executed)
+                notebook = nbformat.read(executed, as_version=4)
+                notebook.metadata["trilane"] = stamp()
+                nbformat.write(notebook, executed)
                 replace_text(executed.with_suffix(".html"), notebook_html(executed))
                 write_index(study)
     return executed.with_suffix(".html")
@@ -124,28 +123,28 @@ def _execute(name: str, executed: Path, values: Mapping[str, Any]) -> None:
     inherited = environment({BATCH: "1", "TRILANE_OUTPUTS": str(outputs_root().absolute())})
     folder = tempfile.TemporaryDirectory(prefix="trilane-", dir=inherited.get("TMPDIR"))
     with folder as sockets, mock.patch.dict(os.environ, inherited, clear=True):  # which restores it
-        options = {
-            # a port of TCP could be used by everybody on a shared node; a folder for each kernel,
-            # or two share files
-            "config": Config(KernelManager={"transport": "ipc", "ip": f"{sockets}/kernel"}),
+        # a port of TCP could be used by everybody on a shared node; a folder for each kernel, or
+        # two share files
+        manager = {"transport": "ipc", "ip": f"{sockets}/kernel"}
+        options: dict[str, Any] = {
+            "config": Config(KernelManager=manager),
             # modules of the current folder would go before ours
             "extra_arguments": ["--InteractiveShellApp.ignore_cwd=True"],
             "progress_bar": {"desc": name, "unit": "cell"},
             "stdout_file": sys.stderr,
             "request_save_on_cell_execute": True,
+            "kernel_name": "python3",
         }
         try:
-            papermill.execute_notebook(
-                source, executed, parameters=dict(values), kernel_name="python3", **options
-            )
+            papermill.execute_notebook(source, executed, parameters=dict(values), **options)
         except PapermillExecutionError as error:
-            cell, is_input = cell_name(source, error.source), error.ename == "ValueError"
-            raise NotebookError(name, cell, error.evalue or error.ename, is_input) from None
+            cell = cell_name(source, error.source)
+            reason = error.evalue or error.ename
+            raise NotebookError(name, cell, reason, error.ename == "ValueError") from None
         except RuntimeError as error:  # of a kernel that died
             left = unfinished(read_notebook(executed))
-            raise NotebookError(
-                name, cell_name(source, *left[:1]), str(error), is_input=False
-            ) from None
+            cell = cell_name(source, *left[:1])
+            raise NotebookError(name, cell, str(error), is_input=False) from None
 
 
 def cell_name(notebook: Path, source: str = "") -> str:
@@ -161,9 +160,9 @@ def cell_name(notebook: Path, source: str = "") -> str:
 
 def is_done(name: str, study: Study, values: Mapping[str, Any]) -> bool:
     """Whether the study holds a completed execution of that notebook with the same parameters."""
-    made = _execution(study, name)
-    same = made and made.metadata["papermill"].get("parameters") == {**values, "study": study.name}
-    return bool(same) and state(made) == "completed"
+    executed = _execution(study, name)
+    given = {**values, "study": study.name}
+    return _is_completed(executed) and executed.metadata["papermill"].get("parameters") == given
 
 
 def is_free(study: Study, name: str = "") -> bool:
@@ -174,19 +173,21 @@ def is_free(study: Study, name: str = "") -> bool:
     aside, not deleted.
     """
     names = [name] if name else [path.stem for path in study.folder.glob("*.ipynb")]
-    done = [
-        made
-        for made in (_execution(study, each) for each in names)
-        if made and state(made) == "completed"
-    ]
-    return not done and (bool(name) or not study.run_folders())
+    if any(_is_completed(_execution(study, each)) for each in names):
+        return False
+    return bool(name) or not study.run_folders()
 
 
 def _execution(study: Study, name: str) -> Any:
     """The executed copy of a notebook; None where it is missing, damaged, or half written."""
-    with contextlib.suppress(ValueError, KeyError):
-        made = read_notebook(study.folder / f"{name}.ipynb")
-        return made if isinstance(made.metadata["papermill"], dict) else None
+    with contextlib.suppress(ValueError):
+        notebook = read_notebook(study.folder / f"{name}.ipynb")
+        return notebook if "papermill" in notebook.metadata else None
+    return None
+
+
+def _is_completed(executed: Any) -> bool:
+    return executed is not None and state(executed) == "completed"
 
 
 def run_all(study: Study, given: Mapping[str, object], chosen: Sequence[str] = DEMO) -> Path:
@@ -197,21 +198,22 @@ def run_all(study: Study, given: Mapping[str, object], chosen: Sequence[str] = D
     """
     plan = distribute(chosen, given)
     for number, name in enumerate(chosen, start=1):
-        done = is_done(name, study, plan[name])
-        print(
-            f"[{number}/{len(chosen)}] {name}{': completed before, kept' * done}", file=sys.stderr
-        )
-        if not done:
+        line = f"[{number}/{len(chosen)}] {name}"
+        if is_done(name, study, plan[name]):
+            print(f"{line}: completed before, kept", file=sys.stderr)
+        else:
+            print(line, file=sys.stderr)
             run(name, study, **plan[name])
     return write_index(study)
 
 
 def open_lab(study: Study, given: Mapping[str, Mapping[str, Any]]) -> NoReturn:
     """Become JupyterLab on the study's own copies of notebooks, given with their parameters."""
-    copies = [copy_into(study, name, values) for name, values in given.items()]
-    print(*(f"{path}: {'new' if is_new else 'kept as it is'}" for path, is_new in copies), sep="\n")
+    for name, values in given.items():
+        path, is_new = copy_into(study, name, values)
+        print(f"{path}: {'new' if is_new else 'kept as it is'}")
     words = python("-m", "jupyterlab", f"--notebook-dir={study.folder / 'lab'}")
-    words += [f"--LabApp.default_url=/lab/tree/{copies[0][0].name}"]
+    words.append(f"--LabApp.default_url=/lab/tree/{next(iter(given))}.ipynb")
     # it asks at the terminal whether Ctrl-C shall end it
     replace_by(words, {"TRILANE_OUTPUTS": str(study.folder.parent.absolute())})
 
@@ -226,17 +228,15 @@ def copy_into(study: Study, name: str, values: Mapping[str, Any]) -> tuple[Path,
     path = study.folder / "lab" / f"{name}.ipynb"
     if path.exists():
         return path, False
-    notebook, made = read_notebook(path_of(name)), _execution(study, name)
-    given = {
-        **(made.metadata["papermill"].get("parameters", {}) if made else {}),
-        **values,
-        "study": study.name,
-    }
-    for cell in (cell for cell in notebook.cells if "parameters" in cell.metadata.get("tags", [])):
-        for field, value in given.items():
-            line = re.search(
-                rf"^{re.escape(field)}: \w+ = (.*?)(  #.*)?$", cell.source, re.MULTILINE
-            )
-            if line:
-                cell.source = f"{cell.source[: line.start(1)]}{value!r}{cell.source[line.end(1) :]}"
+    executed = _execution(study, name)
+    earlier = executed.metadata["papermill"].get("parameters", {}) if executed else {}
+    notebook = read_notebook(path_of(name))
+    for cell in notebook.cells:
+        if "parameters" in cell.metadata.get("tags", []):
+            for field, value in {**earlier, **values, "study": study.name}.items():
+                pattern = rf"(?m)^({re.escape(field)}: \w+ = ).*?(  #.*)?$"
+                line = re.search(pattern, cell.source)
+                if line:
+                    text = f"{line[1]}{value!r}{line[2] or ''}"
+                    cell.source = cell.source.replace(line[0], text, 1)
     return write_text(path, nbformat.writes(notebook) + "\n"), True

@@ -2,7 +2,6 @@
 against it, follow.
 """
 
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -47,77 +46,63 @@ def explore(
     return Editor(varied(base, calibration), calibration, study)
 
 
-def sentence(
-    base: Candidate, calibration: Calibration, **choices: Any
-) -> tuple[Html, Candidate | None]:
-    """The prediction of the plan with other choices, as HTML, and the plan; where it is refused the
-    rule, and None.
-    """
-    try:
-        chosen = varied(base.plan, calibration, **choices)
-    except ValueError as error:
-        return Html.of("<b>refused</b>: {}", error), None
-    p, plan, gpus = chosen.prediction, chosen.plan, chosen.topology.gpus
-    change = f", {p.sec_per_it / base.prediction.sec_per_it - 1:+.1%} against the first plan"
-    text = "{:code} ({}) on {} GPU{}: <b>{} s</b> an iteration{}, <b>{:.3g} GiB</b>, out of memory with {}; {}"
-    seconds, change = (
-        with_bounds(p.sec_per_it, p.sec_lo, p.sec_hi),
-        change * (plan.id != base.plan.id),
-    )
-    memory = (p.memory_bytes / 2**30, chance(p.oom_probability), p.support.words)
-    return Html.of(
-        text, plan.label, plan.id, gpus, "s" * (gpus > 1), seconds, change, *memory
-    ), chosen
+def sentence(base: Candidate, chosen: Candidate) -> Html:
+    """The prediction of the chosen plan, relative to the base plan."""
+    p = chosen.prediction
+    plan = chosen.plan
+    gpus = chosen.topology.gpus
+    count = "1 GPU" if gpus == 1 else f"{gpus} GPUs"
+    seconds = with_bounds(p.sec_per_it, p.sec_lo, p.sec_hi)
+    change = ""
+    if plan.id != base.plan.id:
+        change = f", {p.sec_per_it / base.prediction.sec_per_it - 1:+.1%} against the first plan"
+    words = "{:code} ({}) on {}: <b>{} s</b> an iteration{}, <b>{:.3g} GiB</b>"
+    time = Html.of(words, plan.label, plan.id, count, seconds, change, p.memory_bytes / 2**30)
+    risk = chance(p.oom_probability)
+    return Html.of("{}, out of memory with {}; {}", time, risk, p.support.words)
 
 
 def sizes(plan: Plan) -> dict[str, list[int]]:
-    """The values that a size of the plan's topology can have at all, in their order; for its words
+    """The values of each size of the plan's topology that divide what it divides; for its words
     see CHOICES.
     """
-    shape, t, node = plan.shape, plan.topology, plan.cluster.gpus_per_node
-    layers, batch = (
-        range(1, shape.num_layers + 1),
-        [n for n in divisors(t.gbs) if n <= plan.cluster.max_gpus],
-    )
-    each = {"tp": shape.num_attention_heads, "cp": shape.seq_length}
-    found = {name: [n for n in divisors(number) if n <= node] for name, number in each.items()}
-    found |= {
-        "dp": batch,
-        "mbs": batch,
-        "zero": [*range(4)],
-        "interleaving": divisors(shape.num_layers),
+    shape = plan.shape
+    node = plan.cluster.gpus_per_node
+    replicas = [number for number in divisors(plan.topology.gbs) if number <= plan.cluster.max_gpus]
+    layers = divisors(shape.num_layers)
+    options = {
+        "tp": [number for number in divisors(shape.num_attention_heads) if number <= node],
+        "cp": [number for number in divisors(shape.seq_length) if number <= node],
+        "pp": layers,
+        "interleaving": layers,
+        "dp": replicas,
+        "mbs": replicas,
+        "zero": [0, 1, 2, 3],
     }
-    found |= {
-        "pp": [
-            *divisors(shape.num_layers),
-            *(n for n in divisors(shape.num_layers + 2) if n in layers),
-        ]
+    return {
+        name: sorted({*values, getattr(plan.topology, name)}) for name, values in options.items()
     }
-    found |= {
-        name: [0, *layers]
-        for name in ("recompute_layers", "first_stage_layers", "last_stage_layers")
-    }
-    return {name: sorted({*values, getattr(t, name)}) for name, values in found.items()}
 
 
-def _box(name: str, value: Any, numbers: Mapping[str, Sequence[int]]) -> Any:
+def _box(name: str, value: Any, plan: Plan) -> Any:
     """The control of a field of the plan: a slider over the values that can be; what has no such
     list is typed.
     """
-    options = {"engine": ENGINES, **CHOICES}
     look: Any = {"value": value, "description": name.replace("_", " "), "layout": {"width": "auto"}}
     if isinstance(value, bool):
         return Checkbox(indent=False, **look)
     look["style"] = {"description_width": "128px"}
-    if name in options:
-        return Dropdown(options=options[name], **look)
+    words = {"engine": ENGINES, **CHOICES}
+    if name in words:
+        return Dropdown(options=words[name], **look)
+    numbers = sizes(plan)
     if name in numbers:
         return SelectionSlider(options=numbers[name], **look)
     return BoundedIntText(min=0, max=LARGEST, continuous_update=False, **look)
 
 
 class Editor:
-    """The controls of one plan and what follows: `boxes` by field, a `button`; `widget` shows them.
+    """Controls of one plan and what follows: `boxes` by field, a `button`; `widget` shows them.
 
     `base` is the plan it began with, with which others are compared; `chosen` that of the controls,
     None if refused.
@@ -127,48 +112,54 @@ class Editor:
     # messages to the kernel made papermill wait forever in 5 of 32 such cells (ipykernel 7.4,
     # nbclient 0.11).
     def __init__(self, base: Candidate, calibration: Calibration, study: Study | None) -> None:
-        self.base, self.calibration, self.study = base, calibration, study
+        self.base = base
+        self.calibration = calibration
+        self.study = study
         self.chosen: Candidate | None = base
-        values = {"engine": base.plan.engine, **vars(base.topology)}
-        numbers = sizes(base.plan)
-        self.boxes = {name: _box(name, value, numbers) for name, value in values.items()}
-        self.figure, self.picture = compared(base), Image(format="svg+xml")
-        self.caption, self.message = HTML(), HTML()
+        self.boxes = {"engine": _box("engine", base.plan.engine, base.plan)}
+        for name, value in vars(base.topology).items():
+            self.boxes[name] = _box(name, value, base.plan)
+        self.figure = compared(base)
+        self.picture = Image(format="svg+xml")
+        self.caption = HTML()
+        self.message = HTML()
         self.button = Button(description="use this plan")
         self.button.on_click(lambda _: self.use())
         for box in self.boxes.values():
             box.observe(self._changed, "value")
         grid = GridBox([*self.boxes.values()])
-        grid.layout.grid_template_columns, grid.layout.width = (
-            "repeat(auto-fill, minmax(250px, 1fr))",
-            "100%",
-        )
-        self.widget = VBox(
-            [grid, self.caption, self.picture, *[self.button] * bool(study), self.message]
-        )
+        grid.layout.grid_template_columns = "repeat(auto-fill, minmax(250px, 1fr))"
+        grid.layout.width = "100%"
+        parts = [grid, self.caption, self.picture, self.button, self.message]
+        self.widget = VBox([part for part in parts if study or part is not self.button])
         self._changed()
 
     def use(self) -> None:
         """Put the plan first in the study's plans.json."""
+        if not self.chosen or not self.study:
+            self.message.value = "<b>not written</b>: a refused plan cannot be used"
+            return
         try:
-            if not self.chosen or not self.study:
-                raise ValueError("a refused plan cannot be used")
             path = use_plan(self.study, self.chosen, self.calibration)
-            words = "{:code} is now first in {}: 03 and 07 begin with it."
-            self.message.value = Html.of(words, self.chosen.label, path.name)
         except ValueError as error:
             self.message.value = Html.of("<b>not written</b>: {}", error)
+        else:
+            words = "{:code} is now first in {}: 03 and 07 begin with it."
+            self.message.value = Html.of(words, self.chosen.label, path.name)
 
     def _changed(self, _: Any = None) -> None:
         choices = {name: box.value for name, box in self.boxes.items()}
-        self.caption.value, self.chosen = sentence(self.base, self.calibration, **choices)
         self.message.value = ""
-        if self.chosen:  # else the last plan that can be stays in sight
+        try:
+            self.chosen = varied(self.base.plan, self.calibration, **choices)
+        except ValueError as error:  # the last plan that can be stays in sight
+            self.chosen = None
+            self.caption.value = Html.of("<b>refused</b>: {}", error)
+        else:
+            self.caption.value = sentence(self.base, self.chosen)
             self.picture.value = svg_of(self.figure, self.chosen, self.base)
 
     def _repr_mimebundle_(self, **options: Any) -> dict[str, Any]:
         """The controls; in a report without a kernel their text alone."""
-        return {
-            **self.widget._repr_mimebundle_(**options),
-            "text/html": Html.of("<p>{}</p>", Html(self.caption.value)),
-        }
+        text = Html.of("<p>{}</p>", Html(self.caption.value))
+        return {**self.widget._repr_mimebundle_(**options), "text/html": text}

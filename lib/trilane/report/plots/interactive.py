@@ -17,6 +17,8 @@ from trilane.report.plots.style import COLORS, MIME, VERSION
 from trilane.utils.tables import as_json
 from trilane.utils.validation import shipped_json
 
+Rows = Sequence[Mapping[str, Any]]
+
 
 class Interactive:
     """A figure with tooltips, selections and controls. `text`, for screen readers: what is drawn,
@@ -26,19 +28,19 @@ class Interactive:
     each step of it.
     """
 
-    def __init__(self, chart: Any, text: str, **data: Sequence[Mapping[str, Any]]):
+    def __init__(self, chart: Any, text: str, **data: Rows):
         with alt.data_transformers.disable_max_rows():
             spec = chart.to_dict()
         # Altair writes 5.20, of which JupyterLab's 5.6 warns on the console
         spec["$schema"] = "https://vega.github.io/schema/vega-lite/v5.json"
-        config = shipped_json("report/figures")["config"] | {"range": {"category": list(COLORS)}}
-        spec["config"] = {
-            **config,
-            **{name: v for name, v in spec.get("config", {}).items() if name != "view"},
-        }
-        self.spec: dict[str, Any] = as_json(
-            {**spec, "description": text, **({"datasets": data} if data else {})}
-        )
+        own = spec.get("config", {})
+        own.pop("view", None)
+        config = shipped_json("report/figures")["config"]
+        spec["config"] = {**config, "range": {"category": list(COLORS)}, **own}
+        spec["description"] = text
+        if data:
+            spec["datasets"] = data
+        self.spec: dict[str, Any] = as_json(spec)
         self.text = text
 
     @property
@@ -49,34 +51,23 @@ class Interactive:
     @functools.cached_property
     def png(self) -> bytes:
         """The figure as it is before anybody picks, on white."""
-        picture = vl_convert.vegalite_to_png(
-            self.on_white, vl_version=VERSION, scale=2, allowed_base_urls=[]
+        options: Any = {"vl_version": VERSION, "allowed_base_urls": []}
+        picture = Image.open(
+            io.BytesIO(vl_convert.vegalite_to_png(self.on_white, scale=2, **options))
         )
         small = io.BytesIO()
         # with a palette it takes 23 kB instead of 336
-        Image.open(io.BytesIO(picture)).convert("RGB").quantize(256).save(
-            small, "PNG", optimize=True
-        )
+        picture.convert("RGB").quantize(256).save(small, "PNG", optimize=True)
         return small.getvalue()
 
-    @functools.cached_property
-    def vega(self) -> dict[str, Any]:
-        """Compiled, which takes longer than to draw it."""
-        compiled: dict[str, Any] = vl_convert.vegalite_to_vega(self.on_white, vl_version=VERSION)
-        return compiled
-
-    def svg(self, signals: Mapping[str, Any], **data: Sequence[Mapping[str, Any]]) -> bytes:
-        """The figure with other values of its parameters, and other rows, by the names that it has
-        for them.
-        """
-        new = {**signals, **{name: as_json(rows) for name, rows in data.items()}}
-        parts = {kind: [{**own} for own in self.vega[kind]] for kind in ("signals", "data")}
-        for own, key in [
-            *((d, "values") for d in parts["data"]),
-            *((s, "value") for s in parts["signals"]),
-        ]:
-            own.update({key: new[own["name"]]} if own["name"] in new else {})
-        drawn: str = vl_convert.vega_to_svg({**self.vega, **parts}, allowed_base_urls=[])
+    def svg(self, plan_id: str, rows: Rows) -> bytes:
+        """The figure of other rows of `plans`, of which that one is picked."""
+        spec = {**self.on_white, "datasets": {"plans": as_json(rows)}}
+        spec["params"] = [
+            {**param, "value": plan_id} if param["name"] == "plan_id" else param
+            for param in spec["params"]
+        ]
+        drawn: str = vl_convert.vegalite_to_svg(spec, vl_version=VERSION, allowed_base_urls=[])
         return drawn.encode()
 
     def savefig(self, path: Path, **options: Any) -> None:
@@ -93,19 +84,19 @@ class Interactive:
 
 def chart(rows: Iterable[Mapping[str, Any]] | None = None, **properties: Any) -> Any:
     """An empty chart of these rows; without them, of those of the chart that it becomes a part of."""
-    made = alt.Chart() if rows is None else alt.Chart(alt.Data(values=list(rows)))
-    return made.properties(**properties)
+    if rows is None:
+        return alt.Chart().properties(**properties)
+    return alt.Chart(alt.Data(values=list(rows))).properties(**properties)
 
 
 def tooltips(titles: Mapping[str, str], numbers: Mapping[str, str] | None = None) -> list[Any]:
     """A line of the tooltip for each field: its title; `numbers` are written by Vega, with commas
     and five digits.
     """
-    found = [alt.Tooltip(f"{name}:N", title=title) for name, title in titles.items()]
-    return found + [
-        alt.Tooltip(f"{name}:Q", title=title, format=",.5~r")
-        for name, title in (numbers or {}).items()
-    ]
+    lines = [alt.Tooltip(f"{name}:N", title=title) for name, title in titles.items()]
+    for name, title in (numbers or {}).items():
+        lines.append(alt.Tooltip(f"{name}:Q", title=title, format=",.5~r"))
+    return lines
 
 
 def rounded(value: float, digits: int = 5) -> float:

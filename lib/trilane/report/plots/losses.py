@@ -1,6 +1,6 @@
 """The loss of trainings to explore, with gradient norm and learning rate, over what one chooses."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import altair as alt
@@ -8,14 +8,19 @@ import numpy as np
 import pandas as pd
 
 from trilane.analysis.loss_curve import Curve
-from trilane.analysis.steady_state import interval
 from trilane.report.plots.interactive import Interactive, chart, rounded, tooltips
 from trilane.report.plots.style import COLORS, plain
 from trilane.utils.tables import Text
 
 # a panel each: the column of a log, and the name of the y axis
-PANELS = {"loss": ("lm_loss", "loss (nats per token)"), "norm": ("grad_norm", "gradient norm")}
-PANELS |= {"rate": ("learning_rate", "learning rate")}
+PANELS = {
+    "loss": ("lm_loss", "loss (nats per token)"),
+    "norm": ("grad_norm", "gradient norm"),
+    "rate": ("learning_rate", "learning rate"),
+}
+AXES = ("iterations", "samples", "tokens", "hours")
+WIDEST, THINNEST = 6.0, 2.0  # pixels, of the first curve and of the last
+FALL = 3.0  # a quantity that changes by this factor has a logarithmic axis
 Row = dict[str, Any]
 
 
@@ -23,96 +28,51 @@ def explorer(curves: Mapping[str, Curve], points: int = 2400) -> Interactive | T
     """Loss, gradient norm and learning rate of the trainings, where their logs have them;
     validation losses as dots.
 
-    To choose: the x axis, and how many lines a value is smoothed over (exponentially). Dashed lines
-    are restarts; pale are the lines as printed, and what was trained again, as it first was. A
-    quantity that changes by a factor of 3 has a logarithmic axis. Of a long log the lowest and
-    highest lines are drawn, about `points` of all together.
+    The x axis can be chosen. Strong lines are smoothed over a hundredth of the lines, pale ones as
+    printed; dashed lines are restarts. Each curve is thinner than the one below it, so that equal
+    ones are all seen. Of a long log the lowest and highest lines are drawn, about `points` of all
+    together.
     """
     curves = {plain(name): c for name, c in curves.items() if c.table["lm_loss"].notna().any()}
     if not curves:
         return Text("No log prints a loss.")
-    axes = {name: c.axes() for name, c in curves.items()}
-    across = [
-        x
-        for x in ("iterations", "samples", "tokens", "hours")
-        if all(x in own for own in axes.values())
-    ]
-    axes = {name: {x: own[x] for x in across} for name, own in axes.items()}
-    longest = max(len(c.table) for c in curves.values())
-    levels = [n for n in (1, 5, 20, 100, 500) if n == 1 or 3 * n <= longest]
-    rows, most = list[Row](), max(200, points // len(curves))
+    axes = {name: curve.axes() for name, curve in curves.items()}
+    across = [axis for axis in AXES if all(axis in own for own in axes.values())]
+    most = max(200, points // len(curves))
+    rows = []
     for name, curve in curves.items():
-        rows += [{"run": name, **drawn} for drawn in pieces(curve, axes[name], levels, most)]
-    shown = [
-        key
-        for key in PANELS
-        if key == "loss" or len({v for r in rows for v in r[f"{key}0"] if v == v}) > 1
-    ]
-    scale = alt.Scale(domain=[*curves], range=[COLORS[i % len(COLORS)] for i in range(len(curves))])
-    numbers = {**{x: x for x in across}, **{f"{key}0": PANELS[key][1] for key in shown}}
-    dashed = [*curves] if coincide(curves) else []
-    panels = [_panel(key, rows, scale, numbers, _marks(key, curves, axes), dashed) for key in shown]
+        own = {axis: axes[name][axis] for axis in across}
+        rows.append({"run": name, **series(curve, own, most)})
+    numbers = {axis: axis for axis in across}
+    for key, (_, title) in PANELS.items():
+        values = {value for row in rows for value in row[key] if value == value}
+        if key == "loss" or len(values) > 1:
+            numbers[key] = title
+    panels = [_panel(key, rows, numbers, curves, axes) for key in PANELS if key in numbers]
     panels[0] = panels[0].add_params(alt.selection_point("only", fields=["run"], bind="legend"))
+    choice = alt.binding_select(options=across, name="x axis ")
+    figure = alt.concat(*panels, columns=3, data=alt.Data(values=rows))
+    figure = figure.add_params(alt.param("across", value=across[0], bind=choice))
     lists: Any = [name for name, value in rows[0].items() if isinstance(value, list)]
-    whole = alt.concat(*panels, columns=3, data=alt.Data(values=rows)).add_params(
-        *_controls(curves, across, levels)
-    )
-    whole = whole.transform_flatten(lists).transform_calculate(at="datum[across]")
-    return Interactive(whole.resolve_scale(color="shared"), _text(curves, rows))
+    figure = figure.transform_flatten(lists).transform_calculate(at="datum[across]")
+    return Interactive(figure.resolve_scale(color="shared"), _text(curves, rows))
 
 
-def _controls(
-    curves: Mapping[str, Curve], across: Sequence[str], levels: Sequence[int]
-) -> Iterator[Any]:
-    longest = max(int(c.table["lm_loss"].notna().sum()) for c in curves.values())
-    yield alt.param(
-        "across", value=across[0], bind=alt.binding_select(options=across, name="x axis ")
-    )
-    labels = ["none" if n == 1 else f"over {n} lines" for n in levels]
-    first = max(i for i, n in enumerate(levels) if n == 1 or 100 * n <= longest)
-    choice = alt.binding_select(options=[*range(len(levels))], labels=labels, name="smoothing ")
-    yield alt.param("level", value=first, bind=choice)
-
-
-def coincide(curves: Mapping[str, Curve]) -> bool:
-    """Whether curves lie on each other: the last drawn would hide the others, which would look like
-    missing runs.
+def series(curve: Curve, axes: Mapping[str, np.ndarray], most: int) -> Row:
+    """What is drawn of a training: a list for each axis, and of each panel's quantity one as
+    printed and one smoothed.
     """
-    ends = [float(c.table["lm_loss"].dropna().iloc[-1]) for c in curves.values()]
-    return len(ends) > 1 and max(ends) - min(ends) < 0.05
-
-
-def pieces(curve: Curve, axes: Row, levels: Sequence[int], most: int) -> Iterator[Row]:
-    """The training's columns, piece 0, and those of each stretch that was trained again, as it was
-    the first time.
-    """
-    again = curve.redone["iteration"].to_numpy(float) if len(curve.redone) else np.empty(0)
-    new = np.flatnonzero((np.diff(again) <= 0) | (np.diff(again) > 1.5 * interval(again))) + 1
-    parts = [curve.redone.iloc[rows] for rows in np.split(np.arange(len(again)), new) if len(rows)]
-    for piece, table in enumerate([curve.table, *parts]):
-        table = table.reindex(columns=["iteration", *(column for column, _ in PANELS.values())])
-        kept = thinned(
-            table[["lm_loss", "grad_norm"]].to_numpy(float), max(50, most // 4) if piece else most
-        )
-        found = places(axes, table["iteration"])
-        for key, (column, _) in PANELS.items():
-            found |= {
-                f"{key}{i}": smoothed(table[column], n)
-                for i, n in enumerate(levels)
-                if i == 0 or key != "rate"
-            }
-        lists = {
-            name: [rounded(v, 6) for v in np.asarray(values, float)[kept]]
-            for name, values in found.items()
-        }
-        yield {"piece": piece, "lines": len(table), **lists}
-
-
-def places(axes: Row, iterations: Any) -> Row:
-    """These iterations on each axis; those that were trained again lie over the hours of the second
-    time.
-    """
-    return {x: np.interp(iterations, axes["iterations"], values) for x, values in axes.items()}
+    table = curve.table.reindex(columns=["iteration", *(column for column, _ in PANELS.values())])
+    kept = thinned(table[["lm_loss", "grad_norm"]].to_numpy(float), most)
+    columns: dict[str, Any] = dict(axes)
+    for key, (column, _) in PANELS.items():
+        columns[key] = table[column]
+        columns[f"{key}_smooth"] = smoothed(table[column], max(1, len(table) // 100))
+    columns["rate_smooth"] = table["learning_rate"]
+    row: Row = {"lines": len(table)}
+    for name, values in columns.items():
+        row[name] = [rounded(value, 6) for value in np.asarray(values, float)[kept]]
+    return row
 
 
 def smoothed(values: pd.Series, lines: int) -> pd.Series:
@@ -122,8 +82,6 @@ def smoothed(values: pd.Series, lines: int) -> pd.Series:
     Divided by the sum of the weights, so that it does not begin at zero (Kingma and Ba 2015,
     arXiv:1412.6980, sec. 3).
     """
-    # of the whole log, before it is thinned: Vega's window has a fixed width, and would average
-    # extremes
     return values.ewm(alpha=1 / lines, ignore_na=True).mean().where(values.notna())
 
 
@@ -137,7 +95,8 @@ def thinned(table: np.ndarray, most: int) -> np.ndarray:
     if len(table) <= most:
         return rows
     kept = {0, len(table) - 1}
-    low, high = np.where(np.isnan(table), np.inf, table), np.where(np.isnan(table), -np.inf, table)
+    low = np.where(np.isnan(table), np.inf, table)
+    high = np.where(np.isnan(table), -np.inf, table)
     for part in np.array_split(rows, max(1, most // (1 + 2 * table.shape[1]))):
         kept |= {part[0], *part[low[part].argmin(axis=0)], *part[high[part].argmax(axis=0)]}
     return np.array(sorted(kept))
@@ -146,128 +105,107 @@ def thinned(table: np.ndarray, most: int) -> np.ndarray:
 def _panel(
     key: str,
     rows: Sequence[Row],
-    scale: alt.Scale,
-    numbers: Row,
-    marks: Iterable[Any],
-    dashed: Sequence[str],
+    numbers: Mapping[str, str],
+    curves: Mapping[str, Curve],
+    axes: Mapping[str, Mapping[str, np.ndarray]],
 ) -> Any:
-    """One quantity over the chosen axis: as printed, smoothed, what was trained again, restarts,
-    the hovered point.
-
-    The runs `dashed`, whose curves coincide, take turns along the line.
-    """
-    level = f"'{key}' + level" if key != "rate" else "'rate0'"
+    """One quantity over the chosen axis: as printed, smoothed, restarts, the hovered point."""
+    names = list(curves)
+    colors = [COLORS[number % len(COLORS)] for number in range(len(names))]
+    widths = np.linspace(WIDEST if len(names) > 1 else THINNEST, THINNEST, len(names)).tolist()
     # the title of an axis is fixed, that of a chart may depend on a control
-    name = alt.TitleParams(
-        alt.expr("across"), orient="bottom", anchor="middle", fontSize=11, fontWeight="normal"
+    look: Any = {"orient": "bottom", "anchor": "middle", "fontSize": 11, "fontWeight": "normal"}
+    title = alt.TitleParams(alt.expr("across"), **look)
+    legend: Any = {"title": "training (a click shows it alone)", "titleLimit": 300}
+    legend |= {"orient": "bottom", "columns": 4, "symbolOpacity": 1, "symbolStrokeWidth": 3}
+    color = alt.Color(
+        "run:N",
+        scale=alt.Scale(domain=names, range=colors),
+        legend=alt.Legend(symbolType="stroke", **legend),
     )
-    base = chart(width=270, height=220, title=name).transform_filter(alt.param("only"))
-    base = base.transform_calculate(printed=f"datum['{key}0']", value=f"datum[{level}]")
-    legend: Any = {
-        "title": "training (a click shows it alone)",
-        "titleLimit": 300,
-        "orient": "bottom",
-        "columns": 4,
-    }
-    legend |= {"symbolType": "stroke", "symbolOpacity": 1, "symbolStrokeWidth": 3}
-    x, y = _axes(key, rows)
-    base = base.encode(
-        x=x, color=alt.Color("run:N", scale=scale, legend=alt.Legend(**legend)), detail="piece:N"
-    )
-    whole = base.transform_filter("datum.piece == 0").encode(y=y)
-    near: Any = {
-        "fields": ["run", "iterations"],
-        "on": "pointerover",
-        "clear": "pointerout",
-        "empty": False,
-    }
-    hovered = alt.selection_point(f"near_{key}", **near)
-    points = whole.mark_point(filled=True, size=120).encode(
+    width = alt.StrokeWidth("run:N", scale=alt.Scale(domain=names, range=widths), legend=None)
+    base = chart(width=270, height=220, title=title).transform_filter(alt.param("only"))
+    base = base.encode(x=_x_axis(), color=color)
+    line = base.mark_line(tooltip=None).encode(y=_y_axis(key, rows), strokeWidth=width)
+    near: Any = {"on": "pointerover", "clear": "pointerout", "empty": False}
+    hovered = alt.selection_point(f"near_{key}", fields=["run", "iterations"], **near)
+    points = base.mark_point(filled=True, size=120).encode(
+        y=f"{key}:Q",
         tooltip=tooltips({"run": "training"}, numbers),
         opacity=alt.condition(hovered, alt.value(1), alt.value(0)),
     )
-    return alt.layer(
-        base.mark_line(opacity=0.3, strokeWidth=0.8, tooltip=None).encode(y="printed:Q"),
-        *(
-            whole.mark_line(strokeWidth=2.2, tooltip=None, **look)
-            for look, whole in _turns(whole, dashed)
-        ),
-        *marks,
-        points.add_params(hovered),
-    )
+    layers = [line, *_marks(key, curves, axes), points.add_params(hovered)]
+    if key != "rate":
+        pale = base.mark_line(opacity=0.3, strokeWidth=0.8, tooltip=None).encode(y=f"{key}:Q")
+        layers.insert(0, pale)
+    return alt.layer(*layers)
 
 
-def _turns(whole: Any, dashed: Sequence[str]) -> Iterator[tuple[Row, Any]]:
-    """The lines: all alike, or a dash of each run in turn, so that of equal curves each is seen."""
-    if not dashed:
-        yield {}, whole
-    for turn, name in enumerate(dashed):
-        look = {"strokeDash": [9, 9 * (len(dashed) - 1)], "strokeDashOffset": -9 * turn}
-        yield look, whole.transform_filter(alt.FieldEqualPredicate(field="run", equal=name))
-
-
-def _axes(key: str, rows: Sequence[Row]) -> tuple[Any, Any]:
-    """The chosen axis to the right, and that of the quantity upwards."""
+def _x_axis() -> Any:
     # as a person writes it: 2 billion tokens is 2B, not 2G; a thousandth of an hour is no "1m"
-    ticks = "across == 'hours' ? format(datum.value, '.3~g') : replace(format(datum.value, '.3~s'), 'G', 'B')"
-    x = alt.X(
-        "at:Q",
-        title=None,
-        scale=alt.Scale(zero=False, nice=False),
-        axis=alt.Axis(labelExpr=ticks, tickCount=5),
-    )
-    known = [v for row in rows for v in row[f"{key}0"] if v == v]
+    hours = "format(datum.value, '.3~g')"
+    others = "replace(format(datum.value, '.3~s'), 'G', 'B')"
+    axis = alt.Axis(labelExpr=f"across == 'hours' ? {hours} : {others}", tickCount=5)
+    return alt.X("at:Q", title=None, scale=alt.Scale(zero=False, nice=False), axis=axis)
+
+
+def _y_axis(key: str, rows: Sequence[Row]) -> Any:
+    values = [value for row in rows for value in row[key] if value == value]
+    scale: Any = {"type": "linear", "zero": False}
     # a linear axis would show little more than the first drop, or the largest spike
-    is_log = key != "rate" and max(known) > 3 * min(known) > 0
-    scale: Any = {"type": "log"} if is_log else {"type": "linear", "zero": False}
-    y = alt.Y("value:Q", title=PANELS[key][1], scale=alt.Scale(nice=False, **scale))
-    return x, y.axis(format=".3~g", tickCount=6)
+    if key != "rate" and max(values) > FALL * min(values) > 0:
+        scale = {"type": "log"}
+    y = alt.Y(f"{key}_smooth:Q", title=PANELS[key][1], scale=alt.Scale(nice=False, **scale))
+    return y.axis(format=".3~g", tickCount=6)
 
 
-def _marks(key: str, curves: Mapping[str, Curve], axes: Mapping[str, Row]) -> Iterator[Any]:
-    """A dashed line at each restart, and in the panel of the loss a dot for each validation; none
-    without data.
-    """
-    restarts, held_out = list[Row](), list[Row]()
+def _marks(
+    key: str, curves: Mapping[str, Curve], axes: Mapping[str, Mapping[str, np.ndarray]]
+) -> list[Any]:
+    """A dashed line at each restart, and in the panel of the loss a dot for each validation."""
+    restarts = []
+    validations = []
     for name, curve in curves.items():
-        for r in curve.restarts:
-            row = {"run": name, "log": plain(r.log), "first": r.iteration, "again": r.redone}
-            restarts.append({**row, **places(axes[name], r.iteration)})
-        for row in curve.validation.to_dict("records") if key == "loss" else ():
-            held_out.append(
-                {"run": name, "value": row["lm_loss"], **places(axes[name], row["iteration"])}
-            )
-    titles = {
-        "run": "training",
-        "first": "resumed at iteration",
-        "again": "lines trained again",
-        "log": "log",
-    }
-    for rows in filter(None, (restarts, held_out)):  # Vega-Lite warns of layers without data
-        base = (
-            chart(rows).transform_filter(alt.param("only")).transform_calculate(at="datum[across]")
-        )
-        base = base.encode(x="at:Q", color="run:N")
-        if rows is restarts:
-            yield base.mark_rule(strokeDash=[4, 3]).encode(tooltip=tooltips(titles))
-        else:
-            yield base.mark_line(strokeDash=[2, 2], strokeWidth=1, tooltip=None).encode(y="value:Q")
-            numbers = {"iterations": "iterations", "value": "validation loss"}
-            dots = base.mark_point(filled=True, size=40, stroke="black", strokeWidth=0.7)
-            yield dots.encode(y="value:Q", tooltip=tooltips({"run": "training"}, numbers))
+        for restart in curve.restarts:
+            row = {"run": name, "log": plain(restart.log), "first": restart.iteration}
+            row |= {"again": restart.redone, **_place(axes[name], restart.iteration)}
+            restarts.append(row)
+        for held_out in curve.validation.to_dict("records"):
+            place = _place(axes[name], held_out["iteration"])
+            validations.append({"run": name, "value": held_out["lm_loss"], **place})
+    marks = []
+    if restarts:  # Vega-Lite warns of layers without data
+        titles = {"run": "training", "first": "resumed at iteration", "log": "log"}
+        titles["again"] = "lines trained again"
+        rules = _over(restarts).mark_rule(strokeDash=[4, 3])
+        marks.append(rules.encode(tooltip=tooltips(titles)))
+    if validations and key == "loss":
+        numbers = {"iterations": "iterations", "value": "validation loss"}
+        dots = _over(validations).mark_point(filled=True, size=40, stroke="black", strokeWidth=0.7)
+        marks.append(dots.encode(y="value:Q", tooltip=tooltips({"run": "training"}, numbers)))
+    return marks
+
+
+def _over(rows: Sequence[Row]) -> Any:
+    marks = chart(rows).transform_filter(alt.param("only"))
+    return marks.transform_calculate(at="datum[across]").encode(x="at:Q", color="run:N")
+
+
+def _place(axes: Mapping[str, np.ndarray], iteration: float) -> Row:
+    """An iteration on each axis; one that was trained again lies over the hours of the second
+    time.
+    """
+    return {axis: np.interp(iteration, axes["iterations"], at) for axis, at in axes.items()}
 
 
 def _text(curves: Mapping[str, Curve], rows: Sequence[Row]) -> str:
     """What is drawn, and of how many lines, for who cannot see it."""
-    losses = {name: c.table["lm_loss"].dropna() for name, c in [*curves.items()][:6]}
-    ends = "; ".join(
-        f"{name} {loss.iloc[0]:.4g} to {loss.iloc[-1]:.4g}" for name, loss in losses.items()
-    )
-    resumed, lines = (
-        sum(len(c.restarts) for c in curves.values()),
-        sum(row["lines"] for row in rows),
-    )
-    text = (
-        f"Loss of {len(curves)} trainings, first to last: {ends}. {resumed} restarts are marked. "
-    )
-    return f"{text}Of {lines:,} lines {sum(len(row['iterations']) for row in rows):,} are drawn."
+    ends = []
+    for name, curve in [*curves.items()][:6]:
+        loss = curve.table["lm_loss"].dropna()
+        ends.append(f"{name} {loss.iloc[0]:.4g} to {loss.iloc[-1]:.4g}")
+    resumed = sum(len(curve.restarts) for curve in curves.values())
+    lines = sum(row["lines"] for row in rows)
+    drawn = sum(len(row["iterations"]) for row in rows)
+    losses = f"Loss of {len(curves)} trainings, first to last: {'; '.join(ends)}"
+    return f"{losses}. {resumed} restarts are marked. Of {lines:,} lines {drawn:,} are drawn."

@@ -10,6 +10,8 @@ from trilane.planning.sizing import Proposals
 from trilane.report.plots.style import COLORS, INK, figure, finished, plain
 from trilane.utils.tables import Text
 
+NAMED = 5  # shapes
+
 
 def shapes_and_efficiency(found: Proposals) -> Figure:
     """Shapes on the plane of hidden size and layers, colored by predicted TFLOP/s a GPU on the best
@@ -17,35 +19,26 @@ def shapes_and_efficiency(found: Proposals) -> Figure:
 
     The first five are named, the best is framed.
     """
-    (made, axes), proposals = figure(8.6, 4.6), found.rows
-    hidden, layers = (
-        np.array([getattr(p.shape, n) for p in proposals]) for n in ("hidden_size", "num_layers")
-    )
-    dots = axes.scatter(
-        hidden,
-        layers,
-        c=[p.tflops[0] for p in proposals],
-        cmap="Blues",
-        s=46,
-        edgecolors=INK,
-        lw=0.6,
-    )
-    axes.scatter(
-        hidden[:1], layers[:1], s=120, facecolors="none", edgecolors=COLORS[1], linewidths=2
-    )
-    for i, p in enumerate(proposals[:5]):
-        look: Any = {"fontsize": 8, "weight": "bold" if i == 0 else "normal", "zorder": 4}
+    drawn, axes = figure(8.6, 4.6)
+    shapes = [proposal.shape for proposal in found.rows]
+    hidden = [shape.hidden_size for shape in shapes]
+    layers = [shape.num_layers for shape in shapes]
+    tflops = [proposal.tflops[0] for proposal in found.rows]
+    dots = axes.scatter(hidden, layers, c=tflops, cmap="Blues", s=46, edgecolors=INK, lw=0.6)
+    ring: Any = {"facecolors": "none", "edgecolors": COLORS[1], "linewidths": 2}
+    axes.scatter(hidden[:1], layers[:1], s=120, **ring)
+    for number, shape in enumerate(shapes[:NAMED], 1):
+        look: Any = {"fontsize": 8, "zorder": 4, "textcoords": "offset points"}
+        look["weight"] = "bold" if number == 1 else "normal"
         look["bbox"] = {"fc": "white", "ec": "none", "alpha": 0.7, "pad": 0.8}
-        text = f"{i + 1}: {p.shape.num_layers} × {p.shape.hidden_size}"
-        axes.annotate(text, (hidden[i], layers[i]), (7, 5), textcoords="offset points", **look)
+        text = f"{number}: {shape.num_layers} × {shape.hidden_size}"
+        axes.annotate(text, (shape.hidden_size, shape.num_layers), (7, 5), **look)
     axes.margins(0.08, 0.14)
-    made.colorbar(dots, ax=axes, pad=0.02, label="TFLOP/s a GPU (predicted)").outline.set_visible(
-        False
-    )
-    finished(
-        axes, "Shapes of the target size (ring: the best)", xlabel="hidden size", ylabel="layers"
-    )
-    return made
+    bar = drawn.colorbar(dots, ax=axes, pad=0.02, label="TFLOP/s a GPU (predicted)")
+    bar.outline.set_visible(False)
+    heading = "Shapes of the target size (ring: the best)"
+    finished(axes, heading, xlabel="hidden size", ylabel="layers")
+    return drawn
 
 
 def predicted_over_measured(result: Backtest, what: str = "seconds") -> Figure | Text:
@@ -56,34 +49,22 @@ def predicted_over_measured(result: Backtest, what: str = "seconds") -> Figure |
     """
     points: dict[str, list[tuple[float, float]]] = {}
     for row, p in result.pairs:
-        pair = (
-            (row.seconds, p.sec_pred)
-            if what == "seconds"
-            else (row.memory_bytes / 2**30, p.mem_gib_pred)
-        )
+        pair = (row.seconds, p.sec_pred)
+        if what == "memory":
+            pair = (row.memory_bytes / 2**30, p.mem_gib_pred)
         if np.isfinite(pair[0]):
             points.setdefault(group_name(row), []).append(pair)
     if not points:
         return Text.of("No row has its {}.", what)
-    made, axes = figure(7.5, 5.0)
+    drawn, axes = figure(7.5, 5.0)
     for color, (name, dots) in zip(COLORS, points.items(), strict=False):
-        axes.scatter(
-            *zip(*dots, strict=True),
-            s=22,
-            color=color,
-            alpha=0.75,
-            lw=0,
-            label=plain(f"{name} ({len(dots)})"),
-        )
-    ends = [f(v for dots in points.values() for dot in dots for v in dot) for f in (min, max)]
+        label = plain(f"{name} ({len(dots)})")
+        axes.scatter(*zip(*dots, strict=True), s=22, color=color, alpha=0.75, lw=0, label=label)
+    values = np.concatenate([np.ravel(dots) for dots in points.values()])
+    ends = [values.min(), values.max()]
     axes.plot(ends, ends, color=INK, lw=0.8, ls="--", label="predicted = measured")
-    unit, scale = ("seconds per iteration", "log") if what == "seconds" else ("GiB", "linear")
-    finished(
-        axes,
-        "",
-        xscale=scale,
-        yscale=scale,
-        xlabel=f"measured ({unit})",
-        ylabel=f"predicted ({unit})",
-    )
-    return made
+    unit = "GiB" if what == "memory" else "seconds per iteration"
+    scale = "linear" if what == "memory" else "log"
+    names = {"xlabel": f"measured ({unit})", "ylabel": f"predicted ({unit})"}
+    finished(axes, "", xscale=scale, yscale=scale, **names)
+    return drawn

@@ -1,4 +1,4 @@
-"""Figures of measured runs: their time, rates and predictions; of the ranks of a hang."""
+"""Figures of measured runs: their time, rates and predictions."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -13,7 +13,9 @@ from trilane.costmodel.recalibration import NOTHING, Recalibration
 from trilane.report.plots.style import COLORS, INK, figure, finished, name_rows, plain
 from trilane.utils.tables import Text
 
+# other colours than those of the runs
 PARTS = colormaps["Set3"].colors  # type: ignore[attr-defined]
+Bars = Sequence[tuple[str, Mapping[str, float]]]
 
 
 def seconds_per_iteration(measurements: Sequence[Measurement]) -> Figure | Text:
@@ -22,29 +24,27 @@ def seconds_per_iteration(measurements: Sequence[Measurement]) -> Figure | Text:
     """
     if not measurements:
         return Text("No log prints times.")
-    made, axes = figure(8.0, 3.0)
-    for i, m in enumerate(measurements):
-        table, color = m.log.iterations, COLORS[i % len(COLORS)]
-        at, seconds = table["iteration"].to_numpy(float), table["sec_per_it"].to_numpy(float)
-        axes.plot(at, seconds, color=color, lw=1.2, label=plain(m.name))
-        hollow: Any = {
-            "ms": 4,
-            "mfc": "white",
-            "mec": color,
-            "ls": "",
-            "label": "not counted" if i == 0 else None,
-        }
-        axes.plot(at[~m.window.counts], seconds[~m.window.counts], "o", **hollow)
-        axes.axhline(m.sec_per_it, color=color, lw=0.8, ls=":")
-    medians = [m.sec_per_it for m in measurements]
+    drawn, axes = figure(8.0, 3.0)
+    for number, run in enumerate(measurements):
+        color = COLORS[number % len(COLORS)]
+        table = run.log.iterations
+        axes.plot(
+            table["iteration"], table["sec_per_it"], color=color, lw=1.2, label=plain(run.name)
+        )
+        others = table[~run.window.counts]
+        label = "not counted" if number == 0 else None
+        hollow: Any = {"ms": 4, "mfc": "white", "mec": color, "ls": "", "label": label}
+        axes.plot(others["iteration"], others["sec_per_it"], "o", **hollow)
+        axes.axhline(run.sec_per_it, color=color, lw=0.8, ls=":")
+    medians = [run.sec_per_it for run in measurements]
     if max(medians) > 20 * min(medians):
         axes.set_yscale("log")
     else:
         # one slow iteration, such as one that saves, would flatten all others
-        highest = max(float(m.log.iterations["sec_per_it"].quantile(0.95)) for m in measurements)
-        axes.set_ylim(bottom=0, top=1.5 * highest)
+        usual = [float(run.log.iterations["sec_per_it"].quantile(0.95)) for run in measurements]
+        axes.set_ylim(bottom=0, top=1.5 * max(usual))
     finished(axes, "Time (dotted: the median)", xlabel="iteration", ylabel="seconds per iteration")
-    return made
+    return drawn
 
 
 def phases(measurements: Sequence[Measurement], recalibration: Recalibration) -> Figure | Text:
@@ -53,47 +53,46 @@ def phases(measurements: Sequence[Measurement], recalibration: Recalibration) ->
 
     Each phase is the sum over the microbatches, which in truth alternate.
     """
-    order, bars = (
-        dict.fromkeys(["data", *TIMERS["phases"]], 0.0),
-        dict[str, list[tuple[str, Mapping[str, float]]]](),
-    )
-    for m, found in ((m, measure.phases(m.log, m.window)) for m in measurements):
-        parts = {
-            **order,
-            **found,
-            "covered by no timer": max(m.sec_per_it - sum(found.values()), 0.0),
-        }
-        bars.setdefault("Measured, by the timers of the printing rank", []).extend(
-            [(m.name, parts)] * bool(found)
-        )
-    predicted = zip(recalibration.rows, recalibration.after, strict=True) if recalibration else ()
-    bars["Predicted, after calibration"] = [(row.row_id, vars(p.time)) for row, p in predicted]
+    measured = []
+    for run in measurements:
+        seconds = measure.phases(run.log, run.window)
+        if seconds:
+            parts = dict.fromkeys(["data", *TIMERS["phases"]], 0.0) | seconds
+            parts["covered by no timer"] = max(run.sec_per_it - sum(seconds.values()), 0.0)
+            measured.append((run.name, parts))
+    predicted = []
+    if recalibration:
+        for row, prediction in zip(recalibration.rows, recalibration.after, strict=True):
+            predicted.append((row.row_id, vars(prediction.time)))
+    bars = {"Measured, by the timers of the printing rank": measured}
+    bars["Predicted, after calibration"] = predicted
     bars = {heading: rows for heading, rows in bars.items() if rows}
     if not bars:
         return Text("No log has timers of an iteration, and no run can be predicted.")
-    made, axes = figure(8.0, sum(1.2 + 0.3 * len(rows) for rows in bars.values()), rows=len(bars))
+    height = sum(1.2 + 0.3 * len(rows) for rows in bars.values())
+    drawn, axes = figure(8.0, height, rows=len(bars))
     for place, (heading, rows) in zip(np.ravel(axes), bars.items(), strict=True):
         _shares(place, rows, heading)
-    return made
+    return drawn
 
 
-def _shares(axes: Any, rows: Sequence[tuple[str, Mapping[str, float]]], heading: str) -> None:
+def _shares(axes: Any, rows: Bars, heading: str) -> None:
     """A bar a run of its stacked parts in percent of their sum, which is at its name; a part has
     one colour.
     """
-    wholes, left = np.array([sum(parts.values()) for _, parts in rows]), np.zeros(len(rows))
-    for i, part in enumerate(part for part in rows[0][1] if any(parts[part] for _, parts in rows)):
-        percent = 100 * np.array([parts[part] for _, parts in rows]) / wholes
-        look: Any = {
-            "color": PARTS[i % len(PARTS)],
-            "ec": INK,
-            "lw": 0.3,
-        }  # other colours than those of the runs
-        axes.barh(range(len(rows)), percent, 0.62, left=left, label=part.replace("_", " "), **look)
-        left = left + percent
-    name_rows(
-        axes, [f"{name}, {whole:.3g} s" for (name, _), whole in zip(rows, wholes, strict=True)]
-    )
+    wholes = np.array([sum(parts.values()) for _, parts in rows])
+    left = np.zeros(len(rows))
+    colors = iter(PARTS)
+    for part in rows[0][1]:
+        seconds = np.array([parts[part] for _, parts in rows])
+        if seconds.any():
+            share = 100 * seconds / wholes
+            look: Any = {"color": next(colors), "ec": INK, "lw": 0.3}
+            label = part.replace("_", " ")
+            axes.barh(range(len(rows)), share, 0.62, left=left, label=label, **look)
+            left = left + share
+    names = [f"{name}, {whole:.3g} s" for (name, _), whole in zip(rows, wholes, strict=True)]
+    name_rows(axes, names)
     finished(axes, heading, xlabel="% of an iteration")
 
 
@@ -106,21 +105,22 @@ def predicted_over_measured(recalibration: Recalibration) -> Figure | Text:
     """
     if not recalibration:
         return NOTHING
-    made, axes = figure(8.0, 1.2 + 0.34 * len(recalibration.rows))
+    drawn, axes = figure(8.0, 1.2 + 0.34 * len(recalibration.rows))
     axes.axvline(1, color=INK, ls="--", lw=0.8)
-    when = (
-        ("before these runs", "white", recalibration.before),
-        ("fitted to them", INK, recalibration.after),
-    )
-    for i, (label, fill, predictions) in enumerate(when):
-        for row, (run, p) in enumerate(zip(recalibration.rows, predictions, strict=True)):
-            low, at, high = (
-                seconds / run.seconds for seconds in (p.sec_lo, p.sec_per_it, p.sec_hi)
-            )
-            height, shape = row + 0.3 * i - 0.15, "o" if low <= 1 <= high else "D"
-            axes.plot([low, high], [height] * 2, lw=1.6, color=INK, alpha=0.5 + 0.5 * i)
-            axes.plot(at, height, shape, mec=INK, mfc=fill, ls="", label=None if row else label)
+    _intervals(axes, recalibration, recalibration.before, -0.15, "before these runs", "white")
+    _intervals(axes, recalibration, recalibration.after, 0.15, "fitted to them", INK)
     name_rows(axes, [f"{row.row_id}, {row.seconds:.3g} s" for row in recalibration.rows])
     axes.set_xlim(left=0)
     finished(axes, "", xlabel="predicted / measured (bars: 90 % interval)")
-    return made
+    return drawn
+
+
+def _intervals(
+    axes: Any, recalibration: Recalibration, predictions: Any, shift: float, label: str, fill: str
+) -> None:
+    for row, (run, p) in enumerate(zip(recalibration.rows, predictions, strict=True)):
+        low, high = p.sec_lo / run.seconds, p.sec_hi / run.seconds
+        marker = "o" if low <= 1 <= high else "D"
+        axes.plot([low, high], [row + shift] * 2, lw=1.6, color=INK, alpha=0.75 + shift)
+        look: Any = {"mec": INK, "mfc": fill, "ls": "", "label": None if row else label}
+        axes.plot(p.sec_per_it / run.seconds, row + shift, marker, **look)

@@ -16,6 +16,14 @@ VERSION = "6.4"
 # charts.js replaces these by brighter ones on dark paper
 COLORS = ("#14618a", "#e07a1f", "#2a9d67", "#a23b72", "#7b8a97", "#c9a227", "#5d4a99", "#b3261e")
 LIMIT, INK = "#b3261e", "#1b2530"  # of a limit; of a diagonal or a whisker
+LOOK = {
+    "figure.dpi": 110,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "grid.color": "#e3e8ec",
+    "axes.axisbelow": True,
+}
 
 
 def figure(
@@ -26,16 +34,11 @@ def figure(
 
     # loaded within the context below, it would show no figure of the user's own
     plt.switch_backend(plt.get_backend())
-    look: Any = {
-        "figure.dpi": 110,
-        "axes.spines.top": False,
-        "axes.spines.right": False,
-        "axes.grid": True,
-    }
-    with plt.rc_context({**look, "grid.color": "#e3e8ec", "axes.axisbelow": True}):
-        made, axes = plt.subplots(rows, columns, figsize=(width, height), layout="constrained")
-    plt.close(made)
-    return made, axes
+    look: Any = LOOK
+    with plt.rc_context(look):
+        drawn, axes = plt.subplots(rows, columns, figsize=(width, height), layout="constrained")
+    plt.close(drawn)
+    return drawn, axes
 
 
 def plain(text: object) -> str:
@@ -52,13 +55,8 @@ def finished(axes: "Axes", heading: str, **labels: Any) -> None:
     axes.set(**labels)
     axes.set_title(heading, loc="left", weight="bold", fontsize=11)
     if axes.get_legend_handles_labels()[0]:
-        axes.legend(
-            loc="upper left",
-            bbox_to_anchor=(1.01, 1.0),
-            borderaxespad=0.0,
-            frameon=False,
-            fontsize=8,
-        )
+        look: Any = {"borderaxespad": 0.0, "frameon": False, "fontsize": 8}
+        axes.legend(loc="upper left", bbox_to_anchor=(1.01, 1.0), **look)
 
 
 def name_rows(axes: "Axes", names: Sequence[str]) -> None:
