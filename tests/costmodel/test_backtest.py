@@ -10,10 +10,9 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from trilane.cli.app import main
 from trilane.config.engines import default_topology
 from trilane.config.model import parse_shape
-from trilane.costmodel.backtest import backtest
+from trilane.costmodel.backtest import backtest, figures
 from trilane.costmodel.calibration import to_json
 from trilane.costmodel.measured_rows import (
     ignored_words,
@@ -33,29 +32,6 @@ def written(folder: Path, text: str) -> Path:
     return folder / "rows.csv"
 
 
-def test_the_command_prints_the_json_of_the_issue(capsys, tmp_path):
-    path = written(
-        tmp_path, f"{HEADER}\n{GOOD}\n{GOOD.replace('x,', 'y,').replace(',384,', ',383,')}\n"
-    )
-    assert main(["plan", "backtest", str(path), "--json"]) == 0
-    printed = json.loads(capsys.readouterr().out)
-    assert set(printed) == {"rows", "skipped", "summary"}
-    assert set(printed["rows"][0]) == {
-        "row_id",
-        "sec_pred",
-        "sec_lo",
-        "sec_hi",
-        "mem_gib_pred",
-        "oom_probability",
-    }
-    assert printed["skipped"] == [
-        {"row_id": "y", "reason": "gpus=383: unlike tp x pp x dp = 8 x 6 x 8 = 384"}
-    ]
-    assert (
-        printed["rows"][0]["sec_lo"] < printed["rows"][0]["sec_pred"] < printed["rows"][0]["sec_hi"]
-    )
-
-
 def test_ten_rows_of_a_cluster_help_and_do_not_hurt(tmp_path):
     """Every seventh A100 row as calibration, on a cluster file of another name: the error of all
     rows falls.
@@ -70,7 +46,7 @@ def test_ten_rows_of_a_cluster_help_and_do_not_hurt(tmp_path):
     own = tmp_path / "own.json"
     own.write_text(json.dumps(to_json(fit(timed[::7][:10], "a100-800gbps").fitted)))
     cold, warm = (
-        backtest(timed, "a100-800gbps", calibration=name).all_figures() for name in ("", str(own))
+        figures(backtest(timed, "a100-800gbps", calibration=name).pairs) for name in ("", str(own))
     )
     assert warm["median"] < 0.05 and warm["p90"] < 0.15 and warm["median"] < cold["median"]
 
@@ -134,21 +110,3 @@ def test_the_rows_of_other_cards_and_stacks_ship_with_their_sources(name, rows, 
     read, refused = read_rows(path)
     assert (len(read), len(refused)) == (rows, skipped) and not ignored_words(path)
     assert all(cells["source"] and cells["licence"] for cells in csv.DictReader(path.open()))
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["missing.csv"], "rows=missing.csv: no such file"),
-        (["bad.csv"], "has no column tp, pp"),
-        (["binary.csv"], "rows=binary.csv: not text in UTF-8"),
-    ],
-)
-def test_a_bad_file_is_one_line_and_exit_code_2(tmp_path, monkeypatch, capsys, arguments, message):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "bad.csv").write_text("row_id,colour\n1,red\n")
-    (tmp_path / "good.csv").write_text(f"{HEADER}\n{GOOD}\n")
-    (tmp_path / "binary.csv").write_bytes(bytes(range(256)))
-    assert main(["plan", "backtest", *arguments]) == 2
-    errors = capsys.readouterr().err
-    assert message in errors and errors.count("\n") == 1

@@ -3,23 +3,11 @@
 import numpy as np
 
 from trilane.costmodel.constants import BOUNDS
-from trilane.costmodel.fit import robust_minimum, slopes, time_errors
+from trilane.costmodel.fit import time_errors
 from trilane.costmodel.measured_rows import every_row
 from trilane.costmodel.shipped import default
 
 A = np.array([[1.0, 2.0], [3.0, 4.0], [5.0, 7.0]])
-
-
-def test_the_slopes_of_a_linear_function_are_its_matrix() -> None:
-    assert np.allclose(slopes(lambda logs: logs @ A.T, np.ones(2)), A)
-
-
-def test_without_noise_the_minimum_is_the_truth_that_a_wide_prior_allows() -> None:
-    truth, wide = np.array([0.3, -0.2]), np.full(2, 1e3)
-    found = robust_minimum(
-        lambda logs: (logs - truth) @ A.T, np.zeros(2), wide, (-wide, wide), 0.02
-    )
-    assert np.allclose(found, truth, atol=1e-4)
 
 
 def test_the_errors_of_many_constants_at_once_are_those_of_one_after_another() -> None:

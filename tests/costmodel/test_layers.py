@@ -40,17 +40,6 @@ def test_an_all_reduce_moves_as_often_its_bytes_as_nccl_tests_count(tp: int, fac
     )
 
 
-def test_an_all_reduce_waits_once_for_each_step_of_the_ring() -> None:
-    """Latency t - 1 times; the wait for the last of 8 is quoted for 8, and grows with the ring's
-    steps.
-    """
-    base = float(all_reduce_seconds(columns(tp=4), IDEAL, NO_WAITS))
-    slow = float(all_reduce_seconds(columns(tp=4), replace(IDEAL, latency_s=1e-3), NO_WAITS))
-    assert slow - base == pytest.approx(3e-3)
-    skewed = float(all_reduce_seconds(columns(tp=8), IDEAL, replace(NO_WAITS, skew_s=5e-3)))
-    assert skewed - float(all_reduce_seconds(columns(tp=8), IDEAL, NO_WAITS)) == pytest.approx(5e-3)
-
-
 @pytest.mark.parametrize(("host_s", "waits"), [(0.0, False), (1e-9, False), (1.0, True)])
 def test_a_layer_costs_the_larger_of_gpu_and_host_time(host_s: float, waits: bool) -> None:
     still = replace(NO_WAITS, launch_s=0.0)

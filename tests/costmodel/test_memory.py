@@ -2,13 +2,12 @@
 
 from dataclasses import replace
 
-import numpy as np
 import pytest
 
 from trilane.config.cluster import Cluster, cluster
 from trilane.config.model import ModelShape, parse_shape
 from trilane.config.parallelism import Topology
-from trilane.costmodel.calibration import Calibration, Configuration
+from trilane.costmodel.calibration import Calibration
 from trilane.costmodel.columns import columns_of
 from trilane.costmodel.measured_rows import every_row
 from trilane.costmodel.memory import (
@@ -24,8 +23,6 @@ from trilane.costmodel.memory import (
     oom_probability,
     stage_parameters,
 )
-from trilane.costmodel.predict import predict
-from trilane.costmodel.shipped import calibration_for
 
 A100 = cluster("jz-a100-80g")
 GIB = 2**30
@@ -72,17 +69,6 @@ def test_states_and_activations_are_those_of_korthikantis_figure_1(model, states
         assert float(kept) / GIB == pytest.approx(expected, rel=1e-12)
 
 
-def test_with_sequence_parallelism_a_recomputed_layer_keeps_its_share_of_the_sequence():
-    """Megatron-LM checkpoints the layer's input as the layer gets it: s / tp positions of it."""
-    shape = parse_shape("24,2048,16,1024,50304")
-    whole, cut = (
-        Topology(tp=8, precision="bf16", recompute="full", sequence_parallel=sp)
-        for sp in (False, True)
-    )
-    kept = [float(activation_bytes_per_layer(columns_of(shape, t))) for t in (whole, cut)]
-    assert kept[0] == 2 * 1024 * 2048 and kept[1] == kept[0] / 8
-
-
 def test_zero_shards_optimizer_then_gradients_then_weights():
     """Rajbhandari et al. 2020, arXiv:1910.02054, figure 1; ZeRO-3 holds two gathered layers beside
     its shard.
@@ -108,27 +94,6 @@ def test_offload_moves_bytes_from_the_card_to_the_host_and_loses_none():
     hosts = [float(host_bytes(columns_of(shape, t), 0)) for t in topologies]
     assert hosts[0] == 0 and away.optimizer == 0
     assert here.weights + here.optimizer == pytest.approx(away.weights + hosts[1])
-
-
-def test_what_is_recomputed_by_operator_and_by_block_is_kept_as_torchtitan_and_megatron_keep_it():
-    """A Llama's operators keep input, q, v, attention's output, one of gate and in, and out; a
-    block its first layers' inputs and all of the others.
-    """
-    llama = replace(SMALL, num_key_value_heads=2, activation="swiglu", ffn_hidden_size=5632)
-    h, k, f = 2048, 2 * 128, 5632
-
-    def kept(shape: ModelShape = llama, **topology: object) -> float:
-        given = {"precision": "bf16", "pp": 4, "gbs": 4, "attention": "scores", **topology}
-        return float(activation_bytes_per_layer(columns_of(shape, Topology(**given)))) / 1024
-
-    assert kept(recompute="operators") == 2 * (h + h + k + h + f + h)
-    tp = {"tp": 2, "sequence_parallel": True, "recompute": "operators"}
-    assert kept(**tp) == 2 * (3 * h / 2 + (h + k + h + f) / 2 + h)
-    whole, inputs = kept(), kept(recompute="full")
-    assert kept(recompute="block", recompute_layers=2) == pytest.approx(
-        (2 * inputs + 4 * whole) / 6
-    )
-    assert kept(recompute="block", recompute_layers=6) == inputs
 
 
 @pytest.mark.slow
@@ -199,22 +164,6 @@ def test_no_shipped_run_that_ran_is_called_out_of_memory_and_most_that_ran_out_a
     assert (ran > 300, out, found >= 8, false <= 1) == (True, 10, True, True)
 
 
-def test_memory_is_that_of_the_stack_that_the_constants_are_named_after():
-    """A stack without rows of memory is less certain than that of the documents; an unknown one,
-    too.
-    """
-    case = Configuration(
-        shape=SMALL, topology=Topology(dp=8, gbs=8, zero=3, precision="bf16"), cluster=A100
-    )
-    named, unnamed = (predict(case, calibration_for(A100, stack)) for stack in ("fsdp", ""))
-    assert named.memory_bytes == max(
-        s.total for s in memory_per_stage(SMALL, case.topology, A100, memory_of("fsdp"))
-    )
-    assert named.memory_bytes != unnamed.memory_bytes
-    unknown, known = memory_of("colossal"), memory_of("megatron-deepspeed")
-    assert unknown.spread > known.spread and known == DEFAULT
-
-
 def test_a_stage_holds_as_many_microbatches_as_stand_before_the_end_of_the_pipeline():
     """1F1B: min(m, p - i)."""
     x = columns_of(SHAPE, Topology(pp=4, gbs=3))
@@ -232,13 +181,6 @@ def test_parameters_of_all_ranks_are_those_of_the_model_and_its_replicas():
     assert (
         total == SHAPE.parameters + replicated + SHAPE.embedding_parameters
     )  # the tied head's copy
-
-
-def test_doubt_grows_from_never_to_always_around_the_size_of_the_card():
-    capacity = A100.gpu.memory_bytes
-    p = oom_probability(np.array([0.7, 0.97, 1.0, 1.03, 1.4]) * capacity, A100)
-    assert p[0] < 1e-6 and p[2] == 0.5 and p[4] > 1 - 1e-6
-    assert p[1] == pytest.approx(1 - p[3], abs=0.01)
 
 
 GPT = parse_shape("24,2048,16,2048,50304")

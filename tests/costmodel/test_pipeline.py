@@ -1,6 +1,5 @@
 """The drawn schedule keeps the laws of a pipeline, and ends when the prediction says."""
 
-from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -8,10 +7,7 @@ import pytest
 
 from trilane.config.cluster import cluster
 from trilane.config.model import parse_shape
-from trilane.config.parallelism import Topology
-from trilane.config.plan import Plan
 from trilane.costmodel.pipeline import passes, pipeline_schedule
-from trilane.costmodel.predict import predict
 from trilane.planning.search import search
 
 MACHINE, SHAPE = cluster("jz-a100-80g"), parse_shape("72,14336,64,2048,250880")
@@ -97,10 +93,3 @@ def test_the_schedules_of_a_search_end_at_the_predicted_time(shape, gpus, gbs):
             made.pipeline_end + p.time.data_parallel + p.time.optimizer
         )
         assert made.slowest == max(range(c.topology.pp), key=p.stage_seconds.__getitem__)
-
-
-def test_a_plan_without_a_pipeline_computes_one_microbatch_after_the_other():
-    topology = Topology(tp=8, dp=2, gbs=8, precision="bf16", attention="fused")
-    plan = Plan(label="p", shape=replace(SHAPE, num_layers=4), cluster=MACHINE, topology=topology)
-    p = predict(plan)
-    assert pipeline_schedule(topology, p).end == pytest.approx(p.sec_per_it)

@@ -53,28 +53,6 @@ def test_a_plan_like_no_measured_run_is_named_and_its_interval_widens(case, diff
     )
 
 
-def test_rows_of_other_software_do_not_support_the_constants_of_a_stack():
-    """A DP-only Llama-2 7B: Jean Zay ran it in 2024 on a stack that the constants of 2022 miss by a
-    tenth and more.
-    """
-    shape = dataclasses.replace(
-        parse_shape("32,4096,32,4096,32000"), activation="swiglu", ffn_hidden_size=11008
-    )
-    case = Configuration(
-        shape=shape, topology=Topology(dp=64, gbs=1024, precision="bf16", zero=1), cluster=A100
-    )
-    known = [
-        predict(case, default(A100, stack))
-        for stack in ("megatron-deepspeed", "megatron-deepspeed-2024")
-    ]
-    earlier, later = (p.support for p in known)
-    assert earlier.distance > FAR > later.distance and earlier.words.startswith(
-        "no measured run like this"
-    )
-    assert later.stack == "megatron-deepspeed-2024" and "(megatron-deepspeed-2024)" in later.words
-    assert known[0].sec_hi / known[0].sec_lo > math.exp(2 * default(A100).half_width)
-
-
 @pytest.mark.parametrize(
     ("sizes", "topology", "tokens_per_s"),
     [

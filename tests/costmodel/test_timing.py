@@ -45,21 +45,6 @@ def test_an_interleaved_pipeline_has_a_bubble_v_times_smaller():
     assert chunks.pipeline_p2p == pytest.approx(2 * (1 - K.overlap) * plain.pipeline_p2p)
 
 
-def test_a_tensor_parallel_group_across_nodes_goes_at_the_networks_pace():
-    """TP 7 on nodes of 8: every second group lies across two of them, and all stages wait for it.
-
-    A group of 16 has the network of two nodes to itself.
-    """
-    bytes_only = dataclasses.replace(K, skew_s=1e-6)
-    across, wide, inside = (
-        seconds(constants=bytes_only, tp=t, pp=12, gbs=48).tensor_parallel for t in (7, 16, 8)
-    )
-    assert across > 10 * inside and across > wide > 5 * inside
-    assert seconds(constants=bytes_only, tp=7, gbs=48).tensor_parallel < 13 * inside, (
-        "a run of one node"
-    )
-
-
 def test_twice_the_global_batch_is_twice_the_work_and_one_bubble():
     one, two = (seconds(tp=8, pp=12, dp=4, mbs=2, gbs=g) for g in (1024, 2048))
     assert two.matmul == pytest.approx(2 * one.matmul) and two.bubble == pytest.approx(one.bubble)

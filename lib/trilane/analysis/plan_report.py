@@ -73,7 +73,7 @@ def plan_report(
     if trace:
         lines += _traced(trace, p.stages)
     head = "why"
-    for reason in why.as_lines():
+    for reason in why.sentences:
         for line in wrap(reason, 110, subsequent_indent="  "):
             lines.append(f"{head:10}{line}")
             head = ""

@@ -67,7 +67,7 @@ def size(
         in_time = deadline.sizes_within(days, **asked)
         return Answer(in_time.to_json(top), in_time.as_text(top), int(not in_time.rows))
     found = survey(SizeRequest(parameters=params, **asked))
-    return Answer(found.to_json(top), found.to_text(top), int(not found.rows))
+    return Answer(found.to_json(top), found.as_text(top), int(not found.rows))
 
 
 @command(plan)
@@ -95,7 +95,7 @@ def search(
     known = constants(machine, calibration)
     asked = {"gpus": gpus, "gbs": gbs, "engine": engine, "top": top, **choices}
     found = search_plans(model, machine, calibration=known, distinct=True, **asked)
-    return Answer(found.listing(), found.as_text(), int(not found.candidates))
+    return Answer(found.to_json(), found.as_text(), int(not found.candidates))
 
 
 @command(plan)

@@ -37,6 +37,34 @@ from trilane.utils.progress import progress
 from trilane.utils.tables import Columns, DataFrame, Table, Text, as_json, displayed
 from trilane.utils.validation import require, require_known
 
+# Sets of rows in data/: of the BigScience documents, cleaned and as printed; and of other cards,
+# stacks and shapes.
+SHIPPED = (*FILES, "measured")
+# Key of a figure -> column of a table, where % multiplies by 100.
+HEADERS = {
+    "n": "timed rows",
+    "median": "median error %",
+    "p90": "p90 %",
+    "coverage": "in interval %",
+    "rho": "rank correlation",
+    "regret_mean": "regret %",
+    "best": "best found",
+    "tables": "of tables",
+    "mem_median": "memory median %",
+    "mem_p90": "memory p90 %",
+    "oom": "OOM found",
+    "oom_of": "of OOM",
+    "false": "false OOM",
+    "false_of": "of runs",
+}
+LEAVE_OUT: dict[str, Callable[[MeasuredRow], Any]] = {
+    "table": lambda row: row.table,
+    "hidden": lambda row: row.case.shape.hidden_size,
+    "date": lambda row: row.case.day,
+}
+SAME = 1e-6  # relative difference of two predictions that are one
+BEST = 5e-4  # relative difference of a time to the best one, which is measured as well
+
 
 @dataclass(frozen=True, kw_only=True)
 class RowPrediction:
@@ -64,18 +92,20 @@ def time_figures(pairs: Sequence[Pair]) -> dict[str, Any]:
     """Relative errors of seconds over distinct timed rows, and the share of rows within the
     interval (`coverage`).
     """
-    timed = [
-        (r, p) for r, p in pairs if np.isfinite(r.seconds) and not r.excluded and not r.duplicate_of
-    ]
-    if not timed:
+    errors = []
+    inside = []
+    for row, p in pairs:
+        if usable([row]):
+            errors.append(p.sec_pred / row.seconds - 1)
+            inside.append(p.sec_lo <= row.seconds <= p.sec_hi)
+    if not errors:
         return {}
-    error = np.array([p.sec_pred / r.seconds - 1 for r, p in timed])
-    inside = [p.sec_lo <= r.seconds <= p.sec_hi for r, p in timed]
+    sizes = np.abs(errors)
     return {
-        "n": len(timed),
-        "median": float(np.median(np.abs(error))),
-        "p90": float(np.quantile(np.abs(error), 0.9)),
-        "bias": float(np.median(error)),
+        "n": len(errors),
+        "median": float(np.median(sizes)),
+        "p90": float(np.quantile(sizes, 0.9)),
+        "bias": float(np.median(errors)),
         "coverage": float(np.mean(inside)),
     }
 
@@ -87,64 +117,65 @@ def ranking_figures(pairs: Sequence[Pair]) -> dict[str, Any]:
     from scipy.stats import spearmanr
 
     tables: dict[str, list[Pair]] = {}
-    for row, prediction in pairs:
+    for row, p in pairs:
         if np.isfinite(row.seconds) and not row.excluded and row.table:
-            tables.setdefault(row.table, []).append((row, prediction))
-    rho, regret = [], []
+            tables.setdefault(row.table, []).append((row, p))
+    rho = []
+    regret = []
     for members in tables.values():
-        seconds = np.array([r.seconds for r, _ in members])
+        seconds = np.array([row.seconds for row, _ in members])
         predicted = np.round([p.sec_pred for _, p in members], 9)
-        if len(members) < 2 or len(set(seconds)) < 2:
+        if len(set(seconds)) < 2:
             continue
         if len(members) >= 3:
-            constant = predicted.max() / predicted.min() < 1 + 1e-6
-            rho.append(0.0 if constant else float(spearmanr(predicted, seconds).statistic))
-        best = np.isclose(predicted, predicted.min(), rtol=1e-6)
+            is_constant = predicted.max() / predicted.min() < 1 + SAME
+            rho.append(0.0 if is_constant else float(spearmanr(predicted, seconds).statistic))
+        best = np.isclose(predicted, predicted.min(), rtol=SAME)
         regret.append(float(seconds[best].mean() / seconds.min() - 1))
     if not regret:
         return {}
-    found = sum(r < 5e-4 for r in regret)
     figures = {
         "tables": len(regret),
         "regret_mean": float(np.mean(regret)),
         "regret_max": max(regret),
-        "best": found,
+        "best": sum(r < BEST for r in regret),
     }
-    return {**figures, "rho": float(np.mean(rho))} if rho else figures
+    if rho:
+        figures["rho"] = float(np.mean(rho))
+    return figures
 
 
 def memory_figures(pairs: Sequence[Pair]) -> dict[str, Any]:
     """Relative errors of memory over distinct rows, and OOM predicted (P > 1/2) for rows that ran
     out or did not.
     """
-    distinct = [(r, p) for r, p in pairs if not r.duplicate_of]
-    error = [
-        abs(p.mem_gib_pred * 2**30 / r.memory_bytes - 1)
-        for r, p in distinct
-        if np.isfinite(r.memory_bytes)
-    ]
-    able = [
-        (r, p)
-        for r, p in distinct
-        if not r.ran_out and np.isfinite([r.seconds, r.memory_bytes]).any()
-    ]
-    ran = [p.oom_probability > 0.5 for _, p in able]
-    out = [p.oom_probability > 0.5 for r, p in distinct if r.ran_out]
-    figures: dict[str, Any] = {"oom": f"{sum(out)}/{len(out)}", "false": f"{sum(ran)}/{len(ran)}"}
-    if error:
-        median, p90 = float(np.median(error)), float(np.quantile(error, 0.9))
-        figures |= {"mem_n": len(error), "mem_median": median, "mem_p90": p90}
+    errors = []
+    ran_out = []
+    ran = []
+    for row, p in pairs:
+        if row.duplicate_of:
+            continue
+        if np.isfinite(row.memory_bytes):
+            errors.append(abs(p.mem_gib_pred * 2**30 / row.memory_bytes - 1))
+        if row.ran_out:
+            ran_out.append(p.oom_probability > 0.5)
+        elif np.isfinite(row.seconds) or np.isfinite(row.memory_bytes):
+            ran.append(p.oom_probability > 0.5)
+    figures: dict[str, Any] = {
+        "oom": f"{sum(ran_out)}/{len(ran_out)}",
+        "false": f"{sum(ran)}/{len(ran)}",
+    }
+    if errors:
+        figures["mem_n"] = len(errors)
+        figures["mem_median"] = float(np.median(errors))
+        figures["mem_p90"] = float(np.quantile(errors, 0.9))
     return figures
 
 
 def figures(pairs: Sequence[Pair]) -> dict[str, Any]:
     """All figures of a backtest."""
-    return {
-        "predicted": len(pairs),
-        **time_figures(pairs),
-        **ranking_figures(pairs),
-        **memory_figures(pairs),
-    }
+    found = {"predicted": len(pairs)}
+    return found | time_figures(pairs) | ranking_figures(pairs) | memory_figures(pairs)
 
 
 def predict_row(
@@ -161,15 +192,15 @@ def predict_row(
     seconds = iteration_time(case.shape, case.topology, case.cluster, on_day, case.engine).total
     low, high = interval(seconds, half_width or calibration.half_width)
     columns = columns_of(case.shape, case.topology, case.engine)
-    need = float(memory_bytes(columns, case.cluster, memory))
+    fullest = float(memory_bytes(columns, case.cluster, memory))
+    first = float(stage_memory(columns, 0, case.cluster, memory).total)  # where nvidia-smi was read
     return RowPrediction(
         row_id=row.row_id,
         sec_pred=seconds,
         sec_lo=low,
         sec_hi=high,
-        mem_gib_pred=float(stage_memory(columns, 0, case.cluster, memory).total)
-        / 2**30,  # where nvidia-smi was read
-        oom_probability=float(oom_probability(need, case.cluster, memory.spread)),
+        mem_gib_pred=first / 2**30,
+        oom_probability=float(oom_probability(fullest, case.cluster, memory.spread)),
     )
 
 
@@ -177,52 +208,20 @@ def predict_default(rows: Sequence[MeasuredRow], calibration: str = "") -> list[
     """Predict every row by `calibration` (see calibration_for), else by what ships for its cluster
     and stack.
     """
-    machines = {(row.case.cluster.name, row.stack): row.case.cluster for row in rows}
-    known = {
-        (name, stack): calibration_for(cluster, calibration)
-        if calibration
-        else default(cluster, stack)
-        for (name, stack), cluster in machines.items()
-    }
-    found = []
+    constants = dict[tuple[str, str], Calibration]()
+    predictions = []
     for row in rows:
-        k = known[row.case.cluster.name, row.stack]
-        seconds = predict_row(row, k).sec_pred
-        width = unmeasured_half_width(row.case, k, support_of(row.case, k, seconds))
-        found.append(
-            predict_row(
-                row,
-                k,
-                memory_for(replace(k, stack=row.stack), row.case.engine, row.case.cluster),
-                width,
-            )
-        )
-    return found
-
-
-# Sets of rows in data/: of the BigScience documents, cleaned and as printed; and of other cards,
-# stacks and shapes.
-SHIPPED = (*FILES, "measured")
-# Key of a figure -> column of a table, where % multiplies by 100.
-HEADERS = {
-    "n": "timed rows",
-    "median": "median error %",
-    "p90": "p90 %",
-    "coverage": "in interval %",
-    "rho": "rank correlation",
-    "regret_mean": "regret %",
-    "best": "best found",
-    "tables": "of tables",
-    "mem_median": "memory median %",
-    "mem_p90": "memory p90 %",
-    **{"oom": "OOM found", "oom_of": "of OOM", "false": "false OOM", "false_of": "of runs"},
-}
-
-LEAVE_OUT: dict[str, Callable[[MeasuredRow], Any]] = {
-    "table": lambda row: row.table,
-    "hidden": lambda row: row.case.shape.hidden_size,
-    "date": lambda row: row.case.day,
-}
+        cluster = row.case.cluster
+        key = (cluster.name, row.stack)
+        if key not in constants:
+            source = calibration_for(cluster, calibration) if calibration else None
+            constants[key] = source or default(cluster, row.stack)
+        known = constants[key]
+        seconds = predict_row(row, known).sec_pred
+        width = unmeasured_half_width(row.case, known, support_of(row.case, known, seconds))
+        memory = memory_for(replace(known, stack=row.stack), row.case.engine, cluster)
+        predictions.append(predict_row(row, known, memory, width))
+    return predictions
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -244,19 +243,13 @@ class Backtest(Table):
         return list(zip(self.rows, self.predictions, strict=True))
 
     def groups(self) -> dict[str, dict[str, Any]]:
-        """The figures of each GPU and software stack."""
-        names = dict.fromkeys(group_name(row) for row in self.rows)
-        return {
-            name: figures([p for p in self.pairs if group_name(p[0]) == name]) for name in names
-        }
-
-    def all_figures(self) -> dict[str, Any]:
-        """The figures over all rows and, if there are several, over each group."""
-        result, groups = (
-            {**figures(self.pairs), "skipped": len(self.skipped), "ignored": self.ignored},
-            self.groups(),
-        )
-        return {**result, "groups": groups} if len(groups) > 1 else result
+        """The figures of each GPU and software stack, where there are several."""
+        groups = dict[str, list[Pair]]()
+        for row, p in self.pairs:
+            groups.setdefault(group_name(row), []).append((row, p))
+        if len(groups) < 2:
+            return {}
+        return {name: figures(pairs) for name, pairs in groups.items()}
 
     def to_frame(self) -> DataFrame:
         """A row of figures over all timed rows, `n` of them, and one for each GPU and software
@@ -265,10 +258,7 @@ class Backtest(Table):
         """
         import pandas as pd
 
-        groups = self.groups()
-        frame = pd.DataFrame(
-            {"all": figures(self.pairs), **(groups if len(groups) > 1 else {})}
-        ).T.infer_objects()
+        frame = pd.DataFrame({"all": figures(self.pairs), **self.groups()}).T.infer_objects()
         for name in ("oom", "false"):
             frame[[name, f"{name}_of"]] = frame[name].str.split("/", expand=True).astype(int)
         return frame.reindex(columns=[*HEADERS]).rename_axis("rows").reset_index()
@@ -283,43 +273,40 @@ class Backtest(Table):
 
     def to_json(self) -> dict[str, Any]:
         """The backtest as a JSON object; a figure that is not finite is null."""
-        return as_json(
-            {"rows": self.predictions, "skipped": self.skipped, "summary": self.all_figures()}
-        )
+        totals = figures(self.pairs) | {"skipped": len(self.skipped), "ignored": self.ignored}
+        groups = self.groups()
+        if groups:
+            totals["groups"] = groups
+        return as_json({"rows": self.predictions, "skipped": self.skipped, "summary": totals})
 
-    def finding(self) -> Text:
+    def summary(self) -> Text:
         """The errors of time and memory over all rows that count, and how many times lie in their
         intervals.
         """
-        f, lines = figures(self.pairs), list[Text]()
+        f = figures(self.pairs)
+        parts = []
+        errors = "**median error {:.1%}**, 90th percentile {:.1%}, over {} runs"
         if "median" in f:
-            how = (
-                f"fitted without each run's {self.left_out}"
-                if self.left_out
-                else "that ship or were given"
-            )
-            text = "Time: **median error {:.1f} %**, 90th percentile {:.1f} %, over {} runs, by constants {}. "
-            text += "{:.0f} % of the measured times lie in their 90 % interval."
-            lines.append(
-                Text.of(text, 100 * f["median"], 100 * f["p90"], f["n"], how, 100 * f["coverage"])
-            )
+            how = "that ship or were given"
+            if self.left_out:
+                how = f"fitted without each run's {self.left_out}"
+            text = f"Time: {errors}, by constants {{}}. "
+            text += "{:.0%} of the measured times lie in their 90 % interval."
+            parts.append(Text.of(text, f["median"], f["p90"], f["n"], how, f["coverage"]))
         if "mem_median" in f:
-            text = "Memory: **median error {:.1f} %**, 90th percentile {:.1f} %, over {} runs."
-            lines.append(Text.of(text, 100 * f["mem_median"], 100 * f["mem_p90"], f["mem_n"]))
-        return Text.joined("\n\n", lines or ["No row has its seconds or its memory."])
+            text = f"Memory: {errors}."
+            parts.append(Text.of(text, f["mem_median"], f["mem_p90"], f["mem_n"]))
+        return Text.joined("\n\n", parts or ["No row has its seconds or its memory."])
 
     def skipped_reasons(self) -> Columns:
         """Why rows could not be read, and how many for each reason; then what was ignored of those
         that could.
         """
-        counts = Counter(skipped.reason for skipped in self.skipped)
+        counts = Counter(row.reason for row in self.skipped)
         counts.update(dict.fromkeys(self.ignored, len(self.rows)))
-        return Columns(
-            {
-                "reason": list(counts) or ["all rows could be read"],
-                "rows": list(counts.values()) or [0],
-            }
-        )
+        if not counts:
+            counts["all rows could be read"] = 0
+        return Columns({"reason": list(counts), "rows": list(counts.values())})
 
 
 def backtest(
@@ -334,21 +321,30 @@ def backtest(
     row is predicted by constants fitted without its kind (see leave_one_out); else by those of
     `calibration` (see calibration_for) or the shipped ones of its stack.
     """
-    cv = "" if cv == "none" else cv or ""
-    require(not (cv and calibration), "cv", cv, "contradicts calibration, which is fitted already")
-    names = FILES if isinstance(rows_csv, str) and rows_csv == "all" else (rows_csv,)
-    shipped = {name: shipped_rows().with_name(f"{name}.csv") for name in SHIPPED}
-    paths = [shipped.get(name, name) if isinstance(name, str) else name for name in names]
-    read = [read_rows(path, cluster or None) for path in paths]
-    rows, skipped = [r for found, _ in read for r in found], [s for _, left in read for s in left]
-    ignored = tuple(line for path in paths for line in ignored_words(path))
-    predictions = leave_one_out(rows, cv) if cv else predict_default(rows, calibration)
-    found: dict[str, Any] = {
-        "rows": tuple(rows),
-        "predictions": tuple(predictions),
-        "skipped": tuple(skipped),
-    }
-    return Backtest(**found, left_out=cv, ignored=ignored)
+    left_out = "" if cv in (None, "none") else cv
+    rule = "contradicts calibration, which is fitted already"
+    require(not (left_out and calibration), "cv", cv, rule)
+    sources: Sequence[Source] = [rows_csv]
+    if isinstance(rows_csv, str):
+        names = FILES if rows_csv == "all" else [rows_csv]
+        folder = shipped_rows().parent
+        sources = [folder / f"{name}.csv" if name in SHIPPED else name for name in names]
+    rows = list[MeasuredRow]()
+    skipped = list[Skipped]()
+    ignored = list[str]()
+    for source in sources:
+        read, unread = read_rows(source, cluster or None)
+        rows += read
+        skipped += unread
+        ignored += ignored_words(source)
+    predictions = leave_one_out(rows, left_out) if left_out else predict_default(rows, calibration)
+    return Backtest(
+        rows=tuple(rows),
+        predictions=tuple(predictions),
+        skipped=tuple(skipped),
+        left_out=left_out,
+        ignored=tuple(ignored),
+    )
 
 
 def leave_one_out(rows: Sequence[MeasuredRow], by: str) -> list[RowPrediction]:
@@ -362,19 +358,18 @@ def leave_one_out(rows: Sequence[MeasuredRow], by: str) -> list[RowPrediction]:
     """
     require_known("cv", by, LEAVE_OUT)
     key = LEAVE_OUT[by]
-    found: dict[str, RowPrediction] = {}
-    folds = list(dict.fromkeys((group_name(r), key(r)) for r in rows))
-    for group, left_out in progress(folds, "fits without each row's " + by, "fit"):
-        test = [r for r in rows if (group_name(r), key(r)) == (group, left_out)]
+    folds = dict[Any, list[MeasuredRow]]()
+    for row in rows:
+        folds.setdefault((group_name(row), key(row)), []).append(row)
+    predictions = dict[str, RowPrediction]()
+    for (group, left_out), test in progress(list(folds.items()), f"fits without each {by}", "fit"):
         gone = {r.row_id for r in test} | {r.duplicate_of for r in test}
-        rest = [
-            r
-            for r in rows
-            if key(r) != left_out and r.row_id not in gone and group_name(r) == group
-        ]
-        own, prior = usable(rest), prior_of(test[0].case.cluster.name, test[0].stack)
-        calibration = (
-            fit_time([r.case for r in own], [r.seconds for r in own], prior) if own else prior
-        )
-        found |= {row.row_id: predict_row(row, calibration) for row in test}
-    return [found[r.row_id] for r in rows]
+        group_rows = [r for r in rows if group_name(r) == group and key(r) != left_out]
+        rest = usable([r for r in group_rows if r.row_id not in gone])
+        calibration = prior_of(test[0].case.cluster.name, test[0].stack)
+        if rest:
+            seconds = [r.seconds for r in rest]
+            calibration = fit_time([r.case for r in rest], seconds, calibration)
+        for row in test:
+            predictions[row.row_id] = predict_row(row, calibration)
+    return [predictions[row.row_id] for row in rows]

@@ -51,11 +51,8 @@ class Regime:
 
     def applies(self, day: str, gpus: float) -> bool:
         """Whether a run of that ISO date on that many GPUs was in this regime."""
-        return (
-            bool(day)
-            and self.first_day <= day <= self.last_day
-            and (not self.gpus or gpus in self.gpus)
-        )
+        is_of_days = bool(day) and self.first_day <= day <= self.last_day
+        return is_of_days and (not self.gpus or gpus in self.gpus)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,49 +94,40 @@ class Calibration(Record, Constants):
 
     def __post_init__(self) -> None:
         for name, bound in BOUNDS.items():
-            value = getattr(self, name)
             rule = f"must lie between {bound.low} and {bound.high}"
-            require(
-                bound.low * 0.999 <= value <= bound.high * 1.001, f"calibration.{name}", value, rule
-            )
+            value = getattr(self, name)
+            # a fit may end at a bound, and JSON rounds it
+            is_inside = bound.low * 0.999 <= value <= bound.high * 1.001
+            require(is_inside, f"calibration.{name}", value, rule)
+        for name in GIVEN:
+            value = getattr(self, name)
+            require(0 <= value <= 1, f"calibration.{name}", value, "must lie in 0 to 1")
         require_positive("calibration.half_width", self.half_width)
-        require(
-            self.half_width <= WIDEST,
-            "calibration.half_width",
-            self.half_width,
-            f"must be at most {WIDEST:g}",
-        )
+        rule = f"must be at most {WIDEST:g}"
+        require(self.half_width <= WIDEST, "calibration.half_width", self.half_width, rule)
         require_integer("calibration.rows", self.rows, 0)
         for name in ("stack", "card", "cluster", "name"):
             require_line(f"calibration.{name}", getattr(self, name))
         rule = f"must be {len(BOUNDS)} positive numbers, or none"
-        is_whole = len(self.deviations) in (0, len(BOUNDS)) and all(
-            0 < d < 10 for d in self.deviations
-        )
-        require(is_whole, "calibration.deviations", len(self.deviations), rule)
+        count = len(self.deviations)
+        is_whole = count in (0, len(BOUNDS)) and all(0 < d < 10 for d in self.deviations)
+        require(is_whole, "calibration.deviations", count, rule)
         is_whole = all(len(run) == 8 and min(run) > 0 for run in self.own)
         require(is_whole, "calibration.own", len(self.own), "must be 8 positive numbers a run")
-        for name in GIVEN:
-            require(
-                0 <= getattr(self, name) <= 1,
-                f"calibration.{name}",
-                getattr(self, name),
-                "must lie in 0 to 1",
-            )
 
     def summary(self) -> str:
-        of = ", ".join(filter(None, (self.name, self.stack, self.card)))
-        return (
-            f"{of}{', ' * bool(of)}{self.rows} rows, 90 % within {math.expm1(self.half_width):.1%}"
-        )
+        words = [word for word in (self.name, self.stack, self.card) if word]
+        words.append(f"{self.rows} rows, 90 % within {math.expm1(self.half_width):.1%}")
+        return ", ".join(words)
 
     def on(self, day: str, gpus: int) -> "Calibration":
         """The calibration of one day: the factors of its regimes applied."""
-        values = {name: getattr(self, name) for name in BOUNDS}
+        values = dict[str, Any]()
         for regime in self.regimes:
             if regime.applies(day, gpus):
                 for name in regime.constants:
-                    values[name] = max(values[name] * regime.factor, BOUNDS[name].low)
+                    value = values.get(name, getattr(self, name))
+                    values[name] = max(value * regime.factor, BOUNDS[name].low)
         return replace(self, **values)
 
     def without_launch_blocking(self) -> "Calibration":
@@ -148,34 +136,28 @@ class Calibration(Record, Constants):
 
         A regime of days without it has the factor; other constants come from runs without.
         """
-        free = next((r for r in self.regimes if r.name.startswith("asynchronous launches")), None)
-        return (
-            replace(self, **{n: getattr(self, n) * free.factor for n in free.constants})
-            if free
-            else self
-        )
+        for regime in self.regimes:
+            if regime.name.startswith("asynchronous launches"):
+                values = {name: getattr(self, name) * regime.factor for name in regime.constants}
+                return replace(self, **values)
+        return self
 
     def on_card(self, cluster: Cluster) -> "Calibration":
         """The constants themselves; ValueError where they were fitted on another card than the
         cluster's.
         """
         family = self.card.partition("-")[0]
-        is_its = family in ("", cluster.gpu.name.partition("-")[0])
-        require(
-            is_its,
-            "calibration",
-            self.name,
-            f"is of {self.card}, but {cluster.name} has {cluster.gpu.name}",
-        )
+        rule = f"is of {self.card}, but {cluster.name} has {cluster.gpu.name}"
+        is_its_card = family in ("", cluster.gpu.name.partition("-")[0])
+        require(is_its_card, "calibration", self.name, rule)
         return self
 
     @cached_property
     def hash(self) -> str:
         """Ten hexadecimal digits of the constants, whatever their name."""
         read_back = from_json(to_json(self))  # whole numbers become floats, as in a file
-        return hashlib.sha256(json.dumps(to_json(read_back), sort_keys=True).encode()).hexdigest()[
-            :10
-        ]
+        text = json.dumps(to_json(read_back), sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()[:10]
 
     def kept(self) -> dict[str, Any]:
         """The `calibration` beside a plan's prediction in a file: name, hash and the constants
@@ -193,11 +175,12 @@ def to_json(calibration: Calibration) -> dict[str, Any]:
     """The constants as a JSON object, without their name; what says where they come from only where
     it is known.
     """
-    values, open_ = (
-        to_mapping(calibration),
-        ("regimes", "stack", "own", "card", "cluster", "deviations"),
-    )
-    return {k: v for k, v in values.items() if k != "name" and (v or k not in open_)}
+    values = to_mapping(calibration)
+    del values["name"]
+    for name in ("regimes", "stack", "own", "card", "cluster", "deviations"):
+        if not values[name]:
+            del values[name]
+    return values
 
 
 def from_json(values: object) -> Calibration:
@@ -205,7 +188,7 @@ def from_json(values: object) -> Calibration:
     return from_mapping(Calibration, values, "calibration")
 
 
-def whole(values: object, name: str) -> Calibration:
+def whole(values: Any, name: str) -> Calibration:
     """The calibration of a JSON object that has every constant; ValueError for those of another
     version.
 
@@ -213,13 +196,11 @@ def whole(values: object, name: str) -> Calibration:
     fitted.
     """
     if isinstance(values, dict):
-        values = {
-            k: v for k, v in values.items() if k != "made_by"
-        }  # the stamp of what wrote the file
-        differing = sorted({*BOUNDS, *GIVEN} - {*values}) + sorted(
-            {*values} - {f.name for f in fields(Calibration)}
-        )
-        rule = f"has other constants than this version ({', '.join(differing[:4])}); calibrate or search again"
+        values = {k: v for k, v in values.items() if k != "made_by"}  # what wrote the file
+        missing = {*BOUNDS, *GIVEN} - {*values}
+        unknown = {*values} - {f.name for f in fields(Calibration)}
+        differing = ", ".join(sorted(missing | unknown)[:4])
+        rule = f"has other constants than this version ({differing}); calibrate or search again"
         require(not differing, "calibration", name, rule)
     return from_json(values)
 

@@ -18,24 +18,35 @@ from trilane.utils.validation import require, require_positive
 
 NOISE = {"cuda": 0.02, "cpu": 0.05}  # of ln(seconds): repeats differ by 0.15-2 % (docs/planner.md)
 STEP = 1e-3  # of a constant's logarithm, for slopes
+# Error of the model with known constants, as a deviation of ln(seconds), and the rows that this
+# prior counts for. In cross-validation by table 90 of 100 rows are within 5.4 % (docs/planner.md),
+# a deviation of 3.3 %; half as much is added because that was one cluster in 12 days.
+FITTED_MISFIT = 0.033
+MISFIT = 0.065
+MISFIT_ROWS = 6
+# the same on a site or stack without rows: leaving out each file misses by 4 to 19 % at the median
+FOREIGN = 0.09
+T_QUANTILE = 1.943  # of Student's t with MISFIT_ROWS degrees of freedom, at 95 %
+Z90 = 1.6449  # standard deviations of a normal distribution's 90 % interval, on each side
 Group = tuple[Cluster, np.ndarray, Columns]
+Errors = Callable[[np.ndarray], np.ndarray]
 
 
 def by_cluster(cases: Sequence[Configuration]) -> list[Group]:
     """The cases of each cluster as Columns, with their indices in `cases`."""
-    names = [c.cluster.name for c in cases]
+    members = dict[str, list[int]]()
+    for number, case in enumerate(cases):
+        members.setdefault(case.cluster.name, []).append(number)
     groups = []
-    for name in dict.fromkeys(names):
-        index = np.array([i for i, other in enumerate(names) if other == name])
-        columns = stack(
-            [columns_of(cases[i].shape, cases[i].topology, cases[i].engine) for i in index]
-        )
-        groups.append((cases[index[0]].cluster, index, columns))
+    for index in members.values():
+        chosen = [cases[i] for i in index]
+        columns = stack([columns_of(c.shape, c.topology, c.engine) for c in chosen])
+        groups.append((chosen[0].cluster, np.array(index), columns))
     return groups
 
 
 def robust_minimum(
-    errors: Callable[[np.ndarray], np.ndarray],
+    errors: Errors,
     start: np.ndarray,
     deviation: np.ndarray,
     bounds: tuple[np.ndarray, np.ndarray],
@@ -58,11 +69,16 @@ def robust_minimum(
     def at_once(_: object, points: Iterable[np.ndarray]) -> list[np.ndarray]:
         return list(residuals(np.array(list(points))))
 
-    inside = np.clip(start, bounds[0] + 1e-9, bounds[1] - 1e-9)
-    ends = {"xtol": 1e-5, "ftol": 1e-6}
-    return least_squares(
-        residuals, inside, bounds=bounds, x_scale=deviation, workers=at_once, **ends
-    ).x
+    solution = least_squares(
+        residuals,
+        np.clip(start, bounds[0] + 1e-9, bounds[1] - 1e-9),
+        bounds=bounds,
+        x_scale=deviation,
+        workers=at_once,
+        xtol=1e-5,
+        ftol=1e-6,
+    )
+    return solution.x
 
 
 def deviations(cases: Sequence[Configuration], prior: Constants) -> np.ndarray:
@@ -83,7 +99,7 @@ def time_errors(
     measured: np.ndarray,
     regimes: Sequence[Regime],
     prior: Constants,
-) -> Callable[[np.ndarray], np.ndarray]:
+) -> Errors:
     """ln(predicted / measured) (..., R) of the logarithms of the constants, then of the regimes'
     factors, (..., C).
     """
@@ -99,16 +115,15 @@ def time_errors(
             for name in regime.constants:
                 values[name] = values[name] * np.where(days, factor, 1.0)
         for cluster, index, columns in groups:
-            here = {n: v[..., index] if v.shape[-1] > 1 else v for n, v in values.items()}
-            predicted[..., index] = iteration_columns(
-                columns, cluster, Constants(**here, **given)
-            ).total
+            own = {n: v[..., index] if v.shape[-1] > 1 else v for n, v in values.items()}
+            constants = Constants(**own, **given)
+            predicted[..., index] = iteration_columns(columns, cluster, constants).total
         return np.log(predicted / measured)
 
     return errors
 
 
-def slopes(errors: Callable[[np.ndarray], np.ndarray], at: np.ndarray) -> np.ndarray:
+def slopes(errors: Errors, at: np.ndarray) -> np.ndarray:
     """Derivatives of the errors (R,) by the logarithms `at` (C,), as (R, C), by central
     differences.
     """
@@ -152,17 +167,18 @@ def refit(cases: Sequence[Configuration], measured: Sequence[float], prior: Cali
     of more than ten every tenth together. Raises ValueError without rows, or for a time that is not
     positive.
     """
-    problem, tried = _Problem(cases, measured, prior), list[Refit]()
+    problem = _Problem(cases, measured, prior)
+    tried = list[Refit]()
     for weight in (0.25, 0.5, 1.0):
         after = problem.unseen(weight)
-        found = problem.calibration(problem.solve(weight), weight, after)
-        tried.append(Refit(calibration=found, before=problem.before, after=after, weight=weight))
-    chosen = min(tried, key=lambda found: _loss(found.after))
-    if _loss(chosen.after) > 0.99 * _loss(problem.before):
-        width = max(prior.half_width, float(np.quantile(np.abs(problem.before), 0.9)))
-        kept = replace(prior, half_width=min(width, WIDEST))
-        return Refit(calibration=kept, before=problem.before, after=problem.before, weight=0.0)
-    return chosen
+        fitted = problem.calibration(problem.solve(weight), weight, after)
+        tried.append(Refit(calibration=fitted, before=problem.before, after=after, weight=weight))
+    best = min(tried, key=lambda result: _loss(result.after))
+    if _loss(best.after) <= 0.99 * _loss(problem.before):
+        return best
+    width = max(prior.half_width, float(np.quantile(np.abs(problem.before), 0.9)))
+    kept = replace(prior, half_width=min(width, WIDEST))
+    return Refit(calibration=kept, before=problem.before, after=problem.before, weight=0.0)
 
 
 def fit_time(
@@ -199,16 +215,17 @@ class _Problem:
         require(len(cases) == len(measured) and len(cases) > 0, "rows", len(cases), rule)
         for seconds in measured:
             require_positive("measured", seconds)
-        self.prior, self.rows = prior, len(cases)
-        self.regimes = [
-            r for r in prior.regimes if any(r.applies(c.day, c.topology.gpus) for c in cases)
-        ]
+        self.prior = prior
+        self.rows = len(cases)
+        self.regimes = []
+        for regime in prior.regimes:
+            if any(regime.applies(c.day, c.topology.gpus) for c in cases):
+                self.regimes.append(regime)
         self.errors = time_errors(cases, np.asarray(measured, float), self.regimes, prior)
         limits = [*BOUNDS.values(), *[FACTOR] * len(self.regimes)]
         self.bounds = (np.log([b.low for b in limits]), np.log([b.high for b in limits]))
-        self.start = np.log(
-            [*(getattr(prior, n) for n in BOUNDS), *(r.factor for r in self.regimes)]
-        )
+        factors = np.log([regime.factor for regime in self.regimes])
+        self.start = np.append(log_constants(prior), factors)
         self.noise = max(NOISE[c.cluster.gpu.kind] for c in cases)
         self.deviation = np.append(deviations(cases, prior), [FACTOR.deviation] * len(self.regimes))
         self.before = self.errors(self.start)
@@ -223,50 +240,43 @@ class _Problem:
 
     def unseen(self, weight: float) -> np.ndarray:
         """The errors of the rows by fits without them, (N,)."""
-        fold, found = np.arange(self.rows) % 10, np.empty(self.rows)
-        for left in np.unique(fold):
-            alone = self.start if self.rows == 1 else self.solve(weight, fold != left)
-            found[fold == left] = self.errors(alone)[fold == left]
-        return found
+        if self.rows == 1:
+            return self.before
+        fold = np.arange(self.rows) % 10
+        errors = np.empty(self.rows)
+        for number in np.unique(fold):
+            is_left_out = fold == number
+            fitted = self.solve(weight, ~is_left_out)
+            errors[is_left_out] = self.errors(fitted)[is_left_out]
+        return errors
 
     def calibration(
         self, best: np.ndarray, weight: float = 1.0, unseen: np.ndarray | None = None
     ) -> Calibration:
         """The prior with the logarithms found, and how well they are known."""
-        found = dict(
-            zip([*BOUNDS, *(r.name for r in self.regimes)], np.exp(best).tolist(), strict=True)
-        )
-        # 0.033 of ln(seconds): what the model misses of A100 rows left out by table
-        # (docs/planner.md)
-        misfit, effects = (
-            max(self.noise, 0.033),
-            slopes(self.errors, best) * self.deviation * weight,
-        )
-        errors = left_out(self.errors(best), effects, misfit) if unseen is None else unseen
-        width = float(np.quantile(np.append(np.abs(errors), self.prior.half_width), 0.9))
+        misfit = max(self.noise, FITTED_MISFIT)
+        deviation = self.deviation * weight
+        effects = slopes(self.errors, best) * self.deviation * weight
+        if unseen is None:
+            unseen = left_out(self.errors(best), effects, misfit)
+        width = float(np.quantile(np.append(np.abs(unseen), self.prior.half_width), 0.9))
+        width *= 1 + self.rows**-0.5 / 2
         # of the constants given the rows (Laplace's approximation)
-        known = np.diag(np.linalg.inv(np.eye(len(best)) + effects.T @ effects / misfit**2))
-        left = self.deviation * weight * np.sqrt(known)
+        left = np.diag(np.linalg.inv(np.eye(len(best)) + effects.T @ effects / misfit**2))
+        factors = np.exp(best).tolist()
+        by_regime = dict(zip((r.name for r in self.regimes), factors[len(BOUNDS) :], strict=True))
+        regimes = []
+        for regime in self.prior.regimes:
+            factor = by_regime.get(regime.name, regime.factor)
+            regimes.append(replace(regime, factor=factor))
         return replace(
             self.prior,
-            **{name: found[name] for name in BOUNDS},
-            regimes=tuple(
-                replace(r, factor=found.get(r.name, r.factor)) for r in self.prior.regimes
-            ),
-            half_width=min(max(width * (1 + self.rows**-0.5 / 2), 0.005), WIDEST),
+            **dict(zip(BOUNDS, factors, strict=False)),
+            regimes=tuple(regimes),
+            half_width=min(max(width, 0.005), WIDEST),
             rows=self.rows,
-            deviations=tuple(left[: len(BOUNDS)].tolist()),
+            deviations=tuple((deviation * np.sqrt(left))[: len(BOUNDS)].tolist()),
         )
-
-
-# Error of the model with known constants, as a deviation of ln(seconds), and the rows that this
-# prior counts for. In cross-validation by table 90 of 100 rows are within 5.4 % (docs/planner.md),
-# a deviation of 3.3 %; half as much is added because that was one cluster in 12 days.
-MISFIT, MISFIT_ROWS = 0.065, 6
-# the same on a site or stack without rows: leaving out each file misses by 4 to 19 % at the median
-FOREIGN = 0.09
-T_QUANTILE = 1.943  # of Student's t with MISFIT_ROWS degrees of freedom, at 95 %
-Z90 = 1.6449  # standard deviations of a normal distribution's 90 % interval, on each side
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -294,16 +304,14 @@ class Posterior:
         """
         from scipy.stats import t
 
-        effects, known = (
-            sensitivities(c, self.calibration) * self.deviation for c in (cases, self.cases)
-        )
-        alike = np.array([[_same(x, y) for y in self.cases] for x in self.cases], float).reshape(
-            2 * (len(known),)
-        )
-        rows = known @ known.T + self.misfit**2 * alike + self.noise**2 * np.eye(len(known))
+        effects = sensitivities(cases, self.calibration) * self.deviation
+        known = sensitivities(self.cases, self.calibration) * self.deviation
+        n = len(self.cases)
+        alike = np.array([[_same(x, y) for y in self.cases] for x in self.cases], float)
+        rows = known @ known.T + self.misfit**2 * alike.reshape(n, n) + self.noise**2 * np.eye(n)
         across = effects @ known.T
         shared = np.diag(effects @ effects.T - across @ np.linalg.solve(rows, across.T))
-        return float(t.ppf(0.95, len(self.cases) + MISFIT_ROWS)) * np.sqrt(shared + self.misfit**2)
+        return float(t.ppf(0.95, n + MISFIT_ROWS)) * np.sqrt(shared + self.misfit**2)
 
 
 def posterior(
@@ -319,23 +327,24 @@ def posterior(
     MISFIT_ROWS further rows with an error of MISFIT; without rows it is that of another site and
     stack.
     """
-    kinds = {c.cluster.gpu.kind for c in cases} or {"cuda"}
-    rows = zip(cases, measured, strict=True)
-    errors = np.array([row_error(c, s, calibration.on(c.day, c.topology.gpus)) for c, s in rows])
     deviation = deviations(cases, prior)
-    effects = sensitivities(cases, calibration) * deviation
-    unseen = left_out(errors, effects, MISFIT) if len(errors) else errors
-    squares = float(
-        (np.minimum(np.abs(unseen), 0.15) ** 2).sum()
-    )  # no single row says that the model is worse
+    misfit = FOREIGN
+    noise = NOISE["cuda"]
+    if cases:
+        rows = zip(cases, measured, strict=True)
+        on_day = [row_error(c, s, calibration.on(c.day, c.topology.gpus)) for c, s in rows]
+        errors = np.array(on_day)
+        unseen = left_out(errors, sensitivities(cases, calibration) * deviation, MISFIT)
+        # no single row says that the model is worse
+        squares = float((np.minimum(np.abs(unseen), 0.15) ** 2).sum())
+        misfit = math.sqrt((MISFIT_ROWS * MISFIT**2 + squares) / (MISFIT_ROWS + len(errors)))
+        noise = _noise(max(NOISE[c.cluster.gpu.kind] for c in cases), cases, errors)
     return Posterior(
         calibration=calibration,
         cases=tuple(cases),
         deviation=deviation,
-        misfit=FOREIGN
-        if not cases
-        else math.sqrt((MISFIT_ROWS * MISFIT**2 + squares) / (MISFIT_ROWS + len(errors))),
-        noise=_noise(max(NOISE[kind] for kind in kinds), cases, errors),
+        misfit=misfit,
+        noise=noise,
     )
 
 
@@ -343,12 +352,14 @@ def _noise(usual: float, cases: Sequence[Configuration], errors: np.ndarray) -> 
     """Deviation between runs of one case, from the repeats and from `usual`, which counts as two
     repeats.
     """
-    squares, freedom, left = 0.0, 0, list(range(len(cases)))
-    while left:
-        alike = [i for i in left if _same(cases[left[0]], cases[i])]
-        squares += float(np.var(errors[alike])) * len(alike)
+    squares = 0.0
+    freedom = 0
+    repeats = dict[Any, list[float]]()
+    for c, error in zip(cases, errors, strict=True):
+        repeats.setdefault((c.shape, c.topology, c.cluster.name), []).append(error)
+    for alike in repeats.values():
+        squares += float(np.var(alike)) * len(alike)
         freedom += len(alike) - 1
-        left = [i for i in left if i not in alike]
     return math.sqrt((2 * usual**2 + squares) / (2 + freedom))
 
 
@@ -358,18 +369,14 @@ def sensitivities(cases: Sequence[Configuration], calibration: Calibration) -> n
     """
     if not cases:
         return np.empty((0, len(BOUNDS)))
-    errors, at = (
-        time_errors(cases, np.ones(len(cases)), (), calibration),
-        log_constants(calibration),
-    )
-    return slopes(errors, at)
+    errors = time_errors(cases, np.ones(len(cases)), (), calibration)
+    return slopes(errors, log_constants(calibration))
 
 
 def row_error(case: Configuration, seconds: float, calibration: Calibration) -> float:
     """ln(predicted / measured) of one run."""
-    return float(
-        time_errors([case], np.array([seconds]), (), calibration)(log_constants(calibration))[0]
-    )
+    errors = time_errors([case], np.array([seconds]), (), calibration)
+    return float(errors(log_constants(calibration))[0])
 
 
 def log_constants(calibration: Calibration) -> np.ndarray:

@@ -31,21 +31,23 @@ from trilane.utils.validation import (
 from trilane.workspace.study import load_cluster
 
 NEEDED = ("tp", "pp", "dp", "mbs", "gbs", "layers", "hidden", "heads", "seq", "vocab_size")
-# What a column of a hand-written table (data/table_columns.json) is called here, where not the
-# same.
+# What a column of a hand-written table (data/table_columns.json) is called here.
 RENAMED = {"time": "sec_per_it", "mem": "mem_gb", "vocab": "vocab_size"}
 WRITTEN = {name: written for written, name in RENAMED.items()}
 Source = Any  # a CSV or Markdown file by its path, or rows as a pandas DataFrame
+MOST_BYTES = 1 << 26  # of a file of rows
 
 # Files of rows in data/ that were cleaned, each of its own sites and time.
-FILES: tuple[str, ...] = (
+FILES = (
     "scored",
     "dlperf_v100",
     "dgxc_nemotron_h100",
     "lucie_jz_a100_2024",
     "fms_fsdp_a100",
+    "flagperf_zero3_a800",
+    "tinyllama_a100",
+    "nemo_h100_fp8",
 )
-FILES += ("flagperf_zero3_a800", "tinyllama_a100", "nemo_h100_fp8")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,178 +83,164 @@ class Skipped:
 def read_rows(
     source: Source, cluster: Cluster | str | None = None
 ) -> tuple[list[MeasuredRow], list[Skipped]]:
-    """The rows of a CSV, of the tables in a Markdown file or of a DataFrame, and those skipped with
-    a reason.
-
-    As each_row().
-    """
-    found = list(each_row(source, cluster))
-    rows = [row for row in found if isinstance(row, MeasuredRow)]
-    return rows, [row for row in found if isinstance(row, Skipped)]
+    """The rows of each_row(), and those skipped with a reason."""
+    rows = list[MeasuredRow]()
+    skipped = list[Skipped]()
+    for row in each_row(source, cluster):
+        if isinstance(row, Skipped):
+            skipped.append(row)
+        else:
+            rows.append(row)
+    return rows, skipped
 
 
 def each_row(
     source: Source, cluster: Cluster | str | None = None
 ) -> Iterator[MeasuredRow | Skipped]:
-    """The rows in their order; of a DataFrame also the empty ones, named by its index where no
-    row_id names them.
+    """The rows of a CSV, of the tables in a Markdown file or of a DataFrame, in their order; of a
+    DataFrame also the empty ones, named by its index where no row_id names them.
 
     `cluster` replaces the column of that name. A cell that is empty, or has no column, leaves the
     choice to default_topology(). Raises ValueError for a file that is missing, holds no table, or
     lacks columns.
     """
-    known = {name: hardware.cluster(name) for name in hardware.catalogue()}
-    machine, name = load_cluster(cluster) if cluster else None, _name(source)
-    for columns, body in _read(source):
-        missing = [column for column in NEEDED if column not in columns]
-        rule = f"has no column {', '.join(missing)}; needed: {', '.join(NEEDED)}"
-        require(
-            not missing, "rows", name, with_nearest(rule, missing[0], columns) if missing else ""
-        )
-        for row in body:
+    clusters = {name: hardware.cluster(name) for name in hardware.catalogue()}
+    machine = load_cluster(cluster) if cluster else None
+    name = str(source) if isinstance(source, str | Path) else "DataFrame"
+    for columns, table in _tables(source):
+        missing = ", ".join(column for column in NEEDED if column not in columns)
+        require(not missing, "rows", name, f"has no column {missing}; needed: {', '.join(NEEDED)}")
+        for cells in table:
             try:
-                if not machine:
-                    require_known("cluster", row.get("cluster", ""), known)
-                yield _row(row, machine or known[row["cluster"]], Path(name).stem)
+                if machine is None:
+                    require_known("cluster", cells.get("cluster", ""), clusters)
+                yield _row(cells, machine or clusters[cells["cluster"]], Path(name).stem)
             except ValueError as error:
-                yield Skipped(row_id=row["row_id"], reason=str(error))
+                yield Skipped(row_id=cells["row_id"], reason=str(error))
 
 
 def ignored_words(source: Source) -> list[str]:
     """What read_rows leaves out of account, a line each: columns that nothing reads, and unknown
     stacks.
     """
-    described, lines, read = shipped_json("row_columns")["describe"], list[str](), columns_read()
-    names = {
-        name for facts in shipped_json("stacks")["stacks"].values() for name in facts["engines"]
-    }
-    for columns, body in _read(source):
+    read = columns_read()
+    described = shipped_json("row_columns")["describe"]
+    engines = {*ENGINES}
+    for facts in stacks().values():
+        engines.update(facts["engines"])
+    lines = dict[str, None]()  # each once
+    for columns, table in _tables(source):
         for name in columns:
-            if name and name not in read + described:
-                lines.append(
-                    f"column={name}: {with_nearest('is not known and not read', name, read)}"
-                )
-        for engine in dict.fromkeys(row.get("engine", "") for row in body):
-            if engine and not {engine, engine.lower()} & {*names, *ENGINES}:
-                lines.append(
-                    f"engine={engine}: no stack of that name was measured; what all stacks share is assumed"
-                )
-    return lines
+            if name and name not in read and name not in described:
+                rule = with_nearest("is not known and not read", name, read)
+                lines[f"column={name}: {rule}"] = None
+        for cells in table:
+            engine = cells.get("engine", "")
+            if engine and engine not in engines and engine.lower() not in engines:
+                rule = "no stack of that name was measured; what all stacks share is assumed"
+                lines[f"engine={engine}: {rule}"] = None
+    return list(lines)
 
 
 def columns_read() -> list[str]:
     """The columns that are read: fields of shape and topology, and what was measured."""
-    table = shipped_json("row_columns")
-    return [
-        table["names"].get(f.name, f.name) for kind in (ModelShape, Topology) for f in fields(kind)
-    ] + table["read"]
+    columns = shipped_json("row_columns")
+    given = [field.name for kind in (ModelShape, Topology) for field in fields(kind)]
+    return [columns["names"].get(name, name) for name in given] + columns["read"]
 
 
-def _name(source: Source) -> str:
-    """What errors call the rows; ValueError for what holds none."""
-    rule = "must be a DataFrame, or the path of a CSV or Markdown file"
-    require(
-        isinstance(source, str | Path) or hasattr(source, "itertuples"),
-        "rows",
-        type(source).__name__,
-        rule,
-    )
-    return str(source) if isinstance(source, str | Path) else "DataFrame"
-
-
-def _read(source: Source) -> Iterator[tuple[list[str], list[dict[str, str]]]]:
+def _tables(source: Source) -> Iterator[tuple[list[str], list[dict[str, str]]]]:
     """Of each table the names of its columns, and its rows: cells by these names, and `row_id`,
     `problem`, `beyond`.
-
-    Columns of hand-written tables count where their unit is known. Raises ValueError for a column
-    that is there twice or has another name now, and for a time in an unknown unit.
     """
-    is_file, name = isinstance(source, str | Path), _name(source)
-    labels = [f"row {label}" for label in source.index] if not is_file else []
-    for header, body in _tables_of_file(name) if is_file else [_table_of_frame(source)]:
-        columns = _columns([column.strip() for column in header])
-        found = list(written_tables.rows(header, body))
-        wrong = zip(found, written_tables.wrong(found), strict=True)
-        problems = {row.line: next(iter(one.values()), "") for row, one in wrong}
-        rows = []
-        for line, texts in ((line, texts) for line, texts in body if labels or any(texts)):
-            cells = {
-                c: _text(c, unit, text) for (c, unit), text in zip(columns, texts, strict=False)
-            }
-            place = labels[line] if labels else f"line {line}"
-            named = {"row_id": cells.get("row_id") or place, "problem": problems.get(line, "")}
-            rows.append(cells | named | {"beyond": " ".join(texts[len(columns) :]).strip()})
-        yield [column for column, _ in columns], rows
+    is_file = isinstance(source, str | Path)
+    for header, body in _tables_of_file(Path(source)) if is_file else [_table_of_frame(source)]:
+        columns = _columns([name.strip() for name in header])
+        numbers = list(written_tables.rows(header, body))
+        problems = dict[int, str]()
+        for row, contradictions in zip(numbers, written_tables.wrong(numbers), strict=True):
+            problems[row.line] = next(iter(contradictions.values()), "")
+        table = []
+        for line, texts in body:
+            if is_file and not any(texts):
+                continue
+            place = f"line {line}" if is_file else f"row {source.index[line]}"
+            cells = {"row_id": place}
+            for (name, unit), text in zip(columns, texts, strict=False):
+                if name != "row_id" or text:
+                    cells[name] = _text(name, unit, text)
+            cells["problem"] = problems.get(line, "")
+            cells["beyond"] = " ".join(texts[len(columns) :]).strip()
+            table.append(cells)
+        yield [name for name, _ in columns], table
 
 
-def _tables_of_file(name: str) -> list[tuple[list[str], written_tables.Lines]]:
-    text, suffix = read_text(name, "rows", 1 << 26), Path(name).suffix
-    suffix = suffix if suffix in written_tables.SUFFIXES else ".csv"
-    tables = written_tables.tables(text.splitlines(), suffix)
-    found = [
-        (header, body)
-        for header, body in tables
-        if suffix != ".md" or written_tables.measures(header)
-    ]
-    require(bool(found), "rows", name, "holds no table of measured rows")
-    return found
+def _tables_of_file(path: Path) -> list[tuple[list[str], written_tables.Lines]]:
+    lines = read_text(path, "rows", MOST_BYTES).splitlines()
+    if path.suffix == ".md":
+        tables = written_tables.tables(lines, ".md")
+        measured = [table for table in tables if written_tables.measures(table[0])]
+    else:
+        measured = list(written_tables.tables(lines, ".csv"))
+    require(bool(measured), "rows", path, "holds no table of measured rows")
+    return measured
 
 
 def _table_of_frame(frame: Any) -> tuple[list[str], written_tables.Lines]:
     """The columns of a DataFrame, and its cells as a file has them: "" for NaN and None."""
-    cells = frame.astype(object).where(frame.notna(), "").itertuples(index=False, name=None)
-    rows = (
-        [one_line(str(cell)).removesuffix(" 00:00:00") for cell in row] for row in cells
-    )  # of a pandas date
-    return [str(column) for column in frame], [*enumerate(rows)]
+    body = []
+    cells = frame.astype(object).where(frame.notna(), "")
+    for number, row in enumerate(cells.itertuples(index=False, name=None)):
+        # pandas writes a date with its midnight
+        body.append((number, [one_line(str(cell)).removesuffix(" 00:00:00") for cell in row]))
+    return [str(name) for name in frame], body
 
 
 def _columns(header: list[str]) -> list[tuple[str, str | None]]:
-    """The documented name of each column; of one of a hand-written table also the unit, else None."""
-    twice = next((name for name in header if name and header.count(name) > 1), "")
-    require(not twice, "column", twice, "is there twice")
-    found, documented = (
-        list[tuple[str, str | None]](),
-        {*columns_read(), *shipped_json("row_columns")["describe"]},
-    )
-    for name in header:
-        known, unit = written_tables.column(name)
-        known = RENAMED.get(known, known)
-        is_new = (
-            known in columns_read()
-            and known not in header
-            and known not in (other for other, _ in found)
-        )
-        if name in documented or not is_new:
-            found.append((name, None))
+    """The documented name of each column; of one of a hand-written table also the unit, else None.
+
+    Raises ValueError for a column that is there twice, and for one in an unknown unit, which would
+    count as one in the column's own.
+    """
+    read = columns_read()
+    documented = {*read, *shipped_json("row_columns")["describe"]}
+    columns = dict[str, str | None]()
+    for heading in header:
+        require(not heading or header.count(heading) == 1, "column", heading, "is there twice")
+        written, unit = written_tables.column(heading)
+        name = RENAMED.get(written, written)
+        is_new = name in read and name not in header and name not in columns
+        if heading in documented or not is_new:
+            # several empty headings are several columns
+            columns[heading or f" {len(columns)}"] = None
             continue
-        # a number in a unit that is not known would count as one in the column's own
-        in_unit = written_tables.number(WRITTEN.get(known, known), "1", unit)
-        is_clear = known != "sec_per_it" or (unit != "?" and not re.fullmatch(r"[a-z_]+", name))
-        rule = (
-            "seconds of an iteration stand in sec_per_it"
-            if known == "sec_per_it"
-            else "its unit is not known"
-        )
-        require(is_clear and in_unit == in_unit, "column", name, rule)
-        found.append((known, unit))
-    return found
+        number = written_tables.number(WRITTEN.get(name, name), "1", unit)
+        rule = "its unit is not known"
+        is_clear = not math.isnan(number)
+        if name == "sec_per_it":
+            rule = "seconds of an iteration stand in sec_per_it"
+            is_clear &= unit != "?" and not re.fullmatch(r"[a-z_]+", heading)
+        require(is_clear, "column", heading, rule)
+        columns[name] = unit
+    return list(columns.items())
 
 
-def _text(column: str, unit: str | None, text: str) -> str:
+def _text(name: str, unit: str | None, text: str) -> str:
     """A cell, of a hand-written table its number in the unit of the column."""
-    value = math.nan
     if unit is not None:
-        value = written_tables.number(WRITTEN.get(column, column), text, unit)
-    return f"{value:.12g}" if value == value else text.strip()
+        number = written_tables.number(WRITTEN.get(name, name), text, unit)
+        if not math.isnan(number):
+            return f"{number:.12g}"
+    return text.strip()
 
 
 @functools.cache
 def every_row() -> tuple[MeasuredRow, ...]:
     """The measured rows of all files that ship and that were cleaned."""
-    return tuple(
-        row for name in FILES for row in read_rows(shipped_rows().with_name(f"{name}.csv"))[0]
-    )
+    rows = list[MeasuredRow]()
+    for name in FILES:
+        rows += read_rows(shipped_rows().with_name(f"{name}.csv"))[0]
+    return tuple(rows)
 
 
 def usable(rows: Sequence[MeasuredRow]) -> list[MeasuredRow]:
@@ -269,79 +257,77 @@ def cells_of(row: MeasuredRow) -> dict[str, object]:
     """A measured run as the cells of such a CSV, from which read_rows makes the same configuration
     again.
     """
-    names, case = shipped_json("row_columns")["names"], row.case
-    # of a stack that an engine here has the name of, the row's own engine was another
-    engine = case.engine or ("deepspeed" if row.stack in ENGINES else row.stack)
-    return {
-        **{"row_id": row.row_id, "cluster": case.cluster.name, "gpu": case.cluster.gpu.name},
+    names = shipped_json("row_columns")["names"]
+    case = row.case
+    cells: dict[str, object] = {
+        "row_id": row.row_id,
+        "cluster": case.cluster.name,
+        "gpu": case.cluster.gpu.name,
         "gpus": case.topology.gpus,
-        **{
-            names.get(field, field): value
-            for field, value in {**vars(case.shape), **vars(case.topology)}.items()
-        },
-        **{"engine": engine, "date": case.day, "sec_per_it": row.seconds},
-        "mem_gb": "" if math.isnan(row.memory_bytes) else row.memory_bytes / 2**30,
     }
+    for field, value in {**vars(case.shape), **vars(case.topology)}.items():
+        cells[names.get(field, field)] = value
+    # of a stack that an engine here has the name of, the row's own engine was another
+    other = "deepspeed" if row.stack in ENGINES else row.stack
+    cells["engine"] = case.engine or other
+    cells["date"] = case.day
+    cells["sec_per_it"] = row.seconds
+    is_known = not math.isnan(row.memory_bytes)
+    cells["mem_gb"] = row.memory_bytes / 2**30 if is_known else ""
+    return cells
+
+
+def stacks() -> dict[str, Any]:
+    """What is known of each software stack (data/stacks.json)."""
+    return shipped_json("stacks")["stacks"]
 
 
 def stack_of(engine: str, attention: str) -> str:
     """The stack that an engine (or set of rows) belongs to, or the engine's own name where none
     does.
     """
-    known = shipped_json("stacks")["stacks"]
-    names = {engine, engine.lower()}
-    stack = next((stack for stack, facts in known.items() if names & {*facts["engines"]}), engine)
-    return known.get(stack, {}).get("later", stack) if attention == "fused" else stack
+    for stack, facts in stacks().items():
+        if engine in facts["engines"] or engine.lower() in facts["engines"]:
+            return facts.get("later", stack) if attention == "fused" else stack
+    return engine
 
 
 def _row(cells: Mapping[str, str], machine: Cluster, file: str) -> MeasuredRow:
-    rule = "stands beyond the last column; a decimal comma needs quotes, or semicolons between the cells"
+    rule = "stands beyond the last column; a decimal comma needs quotes"
     require(not cells["beyond"], "cell", cells["beyond"], rule)
     missing = [column for column in NEEDED if not cells.get(column)]
     require(not missing, ", ".join(missing), "''", "is missing")
-    chosen, engine = _values(Topology, cells), cells.get("engine", "")
-    named = {
-        size: chosen[size]
-        for size in ("tp", "cp", "pp", "dp")
-        if size != "cp" or chosen.get("cp", 1) > 1
-    }
-    product, gpus = math.prod(named.values()), _cell("gpus", int, cells.get("gpus") or "0")
-    words = f"{' x '.join(named)} = {' x '.join(map(str, named.values()))}"
-    require(gpus in (0, product), "gpus", gpus, f"unlike {words} = {product}")
-    require(
-        cells.get("ep", "") in ("", "1"),
-        "ep",
-        cells.get("ep"),
-        "mixtures of experts are not predicted",
-    )
-    is_its_card = card_words(cells.get("gpu", "")) <= card_words(machine.gpu.name)
-    require(is_its_card, "gpu", cells.get("gpu"), f"{machine.name} has {machine.gpu.name}")
-    if machine.gpu.kind == "cuda" and "precision" in chosen:
-        machine.gpu.flops_per_s(chosen["precision"])  # refuses what the card cannot multiply
+    engine = cells.get("engine", "")
+    chosen = _values(Topology, cells)
+    _require_machine(cells, chosen, machine)
     if stack_of(engine, "") == "fsdp":
-        chosen = {"zero": 3, **chosen}  # what PyTorch's fully_shard does where a row does not say
+        chosen.setdefault("zero", 3)  # what PyTorch's fully_shard does where a row does not say
     shape = ModelShape(**_values(ModelShape, cells))
     topology = default_topology(shape, machine, **chosen)
     stack = stack_of(engine, topology.attention)
-    topology = _overlapped(topology, stack, chosen)
+    for name in stacks().get(stack, {}).get("overlaps", ()):
+        if name not in chosen:
+            with contextlib.suppress(ValueError):  # what the rest of the topology does not allow
+                overlap: dict[str, Any] = {name: True}
+                topology = replace(topology, **overlap)
     rule = f"must divide num_attention_heads={shape.num_attention_heads}"
     require(shape.num_attention_heads % topology.tp == 0, "tp", topology.tp, rule)
-    own = (
-        engine if engine in ENGINES else ""
-    )  # one of this project's engines, which prediction knows
-    measured = {name: cells.get(name, "") for name in ("sec_per_it", "mem_gb")}
-    for column in (column for column, text in measured.items() if text):
-        require_positive(column, _cell(column, float, measured[column]))
-    memory, card = float(measured["mem_gb"] or math.nan) * 2**30, machine.gpu.memory_bytes
+    case = Configuration(
+        shape=shape,
+        topology=topology,
+        cluster=machine,
+        day=cells.get("date", ""),
+        engine=engine if engine in ENGINES else "",
+    )
+    memory = _measured(cells, "mem_gb") * 2**30
+    card = machine.gpu.memory_bytes
     rule = f"is more than a card's {card / 2**30:.4g}: GiB on one GPU are needed"
-    require(not memory > 2 * card, "mem_gb", measured["mem_gb"], rule)
+    require(not memory > 2 * card, "mem_gb", cells.get("mem_gb"), rule)
     return MeasuredRow(
         row_id=cells["row_id"],
-        case=Configuration(
-            shape=shape, topology=topology, cluster=machine, day=cells.get("date", ""), engine=own
-        ),
+        case=case,
         stack=stack,
-        seconds=float(measured["sec_per_it"] or math.nan),
+        seconds=_measured(cells, "sec_per_it"),
         memory_bytes=memory,
         table=cells.get("table_id", ""),
         ran_out=_cell("oom", bool, cells.get("oom") or "0"),
@@ -353,22 +339,40 @@ def _row(cells: Mapping[str, str], machine: Cluster, file: str) -> MeasuredRow:
     )
 
 
-def _overlapped(topology: Topology, stack: str, chosen: Mapping[str, Any]) -> Topology:
-    """The topology with what its software overlaps, where the row does not say and the rest allows
-    it.
-    """
-    for name in shipped_json("stacks")["stacks"].get(stack, {}).get("overlaps", ()):
-        with contextlib.suppress(ValueError):
-            overlap: dict[str, Any] = {} if name in chosen else {name: True}
-            topology = replace(topology, **overlap)
-    return topology
+def _require_machine(cells: Mapping[str, str], chosen: Mapping[str, Any], machine: Cluster) -> None:
+    """ValueError where a row ran on other GPUs than its topology and its cluster have."""
+    sizes = ["tp", "cp", "pp", "dp"] if chosen.get("cp", 1) > 1 else ["tp", "pp", "dp"]
+    product = math.prod(chosen[size] for size in sizes)
+    gpus = _cell("gpus", int, cells.get("gpus") or str(product))
+    factors = " x ".join(str(chosen[size]) for size in sizes)
+    require(gpus == product, "gpus", gpus, f"unlike {' x '.join(sizes)} = {factors} = {product}")
+    experts = cells.get("ep", "")
+    require(experts in ("", "1"), "ep", experts, "mixtures of experts are not predicted")
+    gpu = cells.get("gpu", "")
+    is_its_card = card_words(gpu) <= card_words(machine.gpu.name)
+    require(is_its_card, "gpu", gpu, f"{machine.name} has {machine.gpu.name}")
+    if machine.gpu.kind == "cuda" and "precision" in chosen:
+        machine.gpu.flops_per_s(chosen["precision"])  # refuses what the card cannot multiply
+
+
+def _measured(cells: Mapping[str, str], column: str) -> float:
+    """The number above zero in a cell; NaN where it is empty."""
+    if not cells.get(column):
+        return math.nan
+    number = _cell(column, float, cells[column])
+    require_positive(column, number)
+    return number
 
 
 def _values(kind: type, cells: Mapping[str, str]) -> dict[str, Any]:
     """The fields of a dataclass that a row has cells for."""
     names = shipped_json("row_columns")["names"]
-    columns = {f.name: (names.get(f.name, f.name), f.type) for f in fields(kind)}
-    return {name: _cell(c, hint, cells[c]) for name, (c, hint) in columns.items() if cells.get(c)}
+    values = dict[str, Any]()
+    for field in fields(kind):
+        column = names.get(field.name, field.name)
+        if cells.get(column):
+            values[field.name] = _cell(column, field.type, cells[column])
+    return values
 
 
 def _cell(column: str, hint: Any, text: str) -> Any:
@@ -378,19 +382,16 @@ def _cell(column: str, hint: Any, text: str) -> Any:
     if hint is str:
         return text
     if hint is bool:
-        word = text.lower()
-        is_true = word in ("1", "1.0", "yes", "true")
-        require(is_true or word in ("0", "0.0", "no", "false"), column, text, "must be 1 or 0")
+        is_true = text.lower() in ("1", "1.0", "yes", "true")
+        is_false = text.lower() in ("0", "0.0", "no", "false")
+        require(is_true or is_false, column, text, "must be 1 or 0")
         return is_true
     try:
         value = float(text)
     except ValueError:
         value = math.nan
-    is_whole = value.is_integer() or hint is float
-    require(
-        is_whole and value == value,
-        column,
-        text,
-        f"must be a {'whole ' * (hint is not float)}number",
-    )
-    return value if hint is float else int(value)
+    if hint is float:
+        require(not math.isnan(value), column, text, "must be a number")
+        return value
+    require(value.is_integer(), column, text, "must be a whole number")
+    return int(value)

@@ -6,7 +6,7 @@ import functools
 import io
 import math
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from trilane.costmodel.columns import columns_of
 from trilane.costmodel.fit import FOREIGN, T_QUANTILE, deviations, sensitivities
 from trilane.costmodel.iteration import IterationTime, iteration_time, seconds_per_stage
 from trilane.costmodel.measured_rows import (
+    MOST_BYTES,
     MeasuredRow,
     Skipped,
     each_row,
@@ -36,7 +37,7 @@ from trilane.costmodel.memory import (
     memory_per_stage,
 )
 from trilane.costmodel.memory import oom_probability as probability_of
-from trilane.costmodel.shipped import constants_of
+from trilane.costmodel.shipped import NEWEST, constants_of
 from trilane.utils.numbers import with_bounds
 from trilane.utils.tables import DataFrame, Record
 from trilane.utils.validation import read_text, to_mapping
@@ -64,18 +65,24 @@ KINDS = {
     "precision": 1.0,
     "recomputation": 0.5,
     "offload": 1.0,
-}
-KINDS |= {
     "MLP": 0.4,
     "key-value heads": 0.3,
     "ZeRO": 0.5,
     "context parallelism": 1.0,
     "groups over nodes": 1.0,
 }
-NEAR, FAR = (
-    0.5,
-    1.0,
-)  # up to NEAR the fitted interval holds; from FAR on no measured run supports a prediction
+SOFTWARE = 2.0  # on Jean Zay's rows of 2024 the constants of 2022 miss by 9 to 20 %
+NAMES = {
+    "hidden": "hidden size",
+    "layers": "number of layers",
+    "seq": "sequence length",
+    "gpus": "number of GPUs",
+    "tokens": "microbatch",
+    "microbatches": "number of microbatches",
+}
+DIFFERS = 0.4  # the smallest distance that is named
+NEAR = 0.5  # up to this distance the fitted interval holds
+FAR = 1.0  # from here on no measured run supports a prediction
 Case = Plan | Configuration  # what can be predicted
 
 
@@ -105,86 +112,85 @@ class Support:
         """One sentence for commands, notebooks and reports."""
         if not self.nearest:
             return "no measured run like this: there are no rows"
-        (row, distance), by = self.nearest[0], f" ({self.stack})" * bool(self.stack)
+        row, distance = self.nearest[0]
+        run = f"{row} ({self.stack})" if self.stack else row
+        text = f"rests on measured runs such as {run}, at a distance of {distance:.1f}"
         if distance > FAR:
-            other = f": another {', '.join(self.differs)}" if self.differs else ""
-            found = f"no measured run like this; the nearest is {row}{by}, at a distance of {distance:.1f}{other}"
-        else:
-            found = f"rests on measured runs such as {row}{by}, at a distance of {distance:.1f}"
-        claim = f"; {self.mfu:.0%} of the card's peak, where no measured run has more than {self.record:.0%}"
-        return found + claim * (self.mfu > self.record)
+            text = "no measured run like this; the nearest is "
+            text += f"{run}, at a distance of {distance:.1f}"
+            if self.differs:
+                text += f": another {', '.join(self.differs)}"
+        if self.mfu > self.record:
+            text += f"; {self.mfu:.0%} of the card's peak, where no measured run has more than "
+            text += f"{self.record:.0%}"
+        return text
 
     @property
     def widening(self) -> float:
         """What the distance adds to the half-width of the interval of ln(seconds), as the root of
-        the squares.
+        the squares: a tenth for each unit beyond NEAR, and as much as the prediction is faster than
+        any measured run (our choices).
         """
-        # a tenth for each unit beyond NEAR, and as much as the prediction is faster than any
-        # measured run: our choices
-        return 0.10 * min(max(self.distance - NEAR, 0.0), 5.0) + math.log(
-            max(self.mfu / self.record, 1.0)
-        )
+        beyond = min(max(self.distance - NEAR, 0.0), 5.0)
+        return 0.10 * beyond + math.log(max(self.mfu / self.record, 1.0))
 
 
-def support(
-    case: Case, rows: Sequence[MeasuredRow] | None = None, count: int = 3, stack: str = ""
-) -> Support:
-    """The measured rows nearest to a case (a Plan or a Configuration); `rows` are by default all
-    that ship.
+def support(case: Case, stack: str = "") -> Support:
+    """The three shipped rows nearest to a case (a Plan or a Configuration).
 
     With `stack`, that of the constants, rows of other software are further.
 
         support(read_plan("plan.json")).words
     """
-    known = every_row() if rows is None else tuple(rows)
-    if not known:
-        return Support()
-    sizes, kinds = _features(known) if rows is not None else _shipped_features()
-    (own,), (kind,) = _features((case,))
-    apart = np.abs(sizes - own)
-    # by 2: on Jean Zay's rows of 2024 the constants of 2022 miss by 9 to 20 %
-    foreign = [2.0 * (stack not in ("", row.stack)) for row in known]
-    other = np.column_stack([(kinds != kind) * np.array(list(KINDS.values())), foreign])
+    rows = every_row()
+    sizes, kinds = _shipped_features()
+    (own_sizes,), (own_kinds,) = _features([case])
+    apart = np.abs(sizes - own_sizes)
+    is_foreign = [stack not in ("", row.stack) for row in rows]
+    other = np.column_stack(
+        [(kinds != own_kinds) * np.array(list(KINDS.values())), SOFTWARE * np.array(is_foreign)]
+    )
     distances = np.sqrt((apart**2).sum(1) + (other**2).sum(1))
-    order = np.argsort(distances, kind="stable")[:count]
-    nearest = tuple((known[i].row_id, float(distances[i])) for i in order)
+    order = np.argsort(distances, kind="stable")[:3]
     first = order[0]
-    parts = dict(zip([*KINDS, "software", *SPANS], [*other[first], *apart[first]], strict=True))
-    return Support(nearest=nearest, differs=_differing(parts), stack=known[first].stack)
+    names = [*KINDS, "software", *SPANS]
+    parts = dict(zip(names, [*other[first], *apart[first]], strict=True))
+    return Support(
+        nearest=tuple((rows[i].row_id, float(distances[i])) for i in order),
+        differs=_differing(parts),
+        stack=rows[first].stack,
+    )
 
 
 def support_of(case: Case, calibration: Calibration, seconds: float) -> Support:
     """The measured runs that a prediction by these constants rests on: those of one's own where it
     names some.
     """
-    if not calibration.own:
-        found = support(case, stack=calibration.stack)
-    else:  # the nearest by their sizes alone
-        apart = np.abs(
-            np.log(calibration.own) / np.log(list(SPANS.values())) - _features((case,))[0]
-        )
+    if calibration.own:  # the nearest by their sizes alone
+        sizes = np.log(calibration.own) / np.log(list(SPANS.values()))
+        apart = np.abs(sizes - _features([case])[0])
         distances = np.sqrt((apart**2).sum(1))
-        at = int(np.argmin(distances))
-        differs = _differing(dict(zip(SPANS, apart[at], strict=True)))
-        found = Support(nearest=(("one of your own", float(distances[at])),), differs=differs)
-    return replace(found, mfu=_mfu(case, seconds), record=_records().get(_peak(case), math.inf))
+        first = int(np.argmin(distances))
+        nearest = ("one of your own", float(distances[first]))
+        differs = _differing(dict(zip(SPANS, apart[first], strict=True)))
+        supported = Support(nearest=(nearest,), differs=differs)
+    else:
+        supported = support(case, stack=calibration.stack)
+    record = _records().get(_peak(case), math.inf)
+    return replace(supported, mfu=_mfu(case, seconds), record=record)
 
 
 def _mfu(case: Any, seconds: float) -> float:
     """Share of the peak in the run's precision, by the model's FLOPs: recomputation does not count."""
-    gpu, t = case.cluster.gpu, case.topology
-    return case.shape.flops_per_iteration(t.gbs) / (
-        seconds * t.gpus * max(gpu.flops_per_s(t.precision), 1.0)
-    )
+    t = case.topology
+    peak = max(case.cluster.gpu.flops_per_s(t.precision), 1.0)
+    return case.shape.flops_per_iteration(t.gbs) / (seconds * t.gpus * peak)
 
 
 def _peak(case: Any) -> tuple[int, str]:
-    """The generation of its card, and the precision of its products; any card after the H100 is
-    one.
-    """
-    return min(case.cluster.gpu.compute_capability[0], 9), case.topology.precision.replace(
-        "bf16", "fp16"
-    )
+    """The generation of its card, and the precision of its products."""
+    generation = min(case.cluster.gpu.compute_capability[0], NEWEST)
+    return generation, case.topology.precision.replace("bf16", "fp16")
 
 
 @functools.cache
@@ -192,24 +198,17 @@ def _records() -> dict[tuple[int, str], float]:
     """The largest share of the peak that a shipped run of each generation of cards and precision
     has.
     """
-    found: dict[tuple[int, str], float] = {}
+    records: dict[tuple[int, str], float] = {}
     for row in usable(every_row()):
-        found[_peak(row.case)] = max(found.get(_peak(row.case), 0.0), _mfu(row.case, row.seconds))
-    return found
+        peak = _peak(row.case)
+        records[peak] = max(records.get(peak, 0.0), _mfu(row.case, row.seconds))
+    return records
 
 
 def _differing(parts: Mapping[str, float]) -> tuple[str, ...]:
     """What sets a run apart, the largest first."""
-    names = {
-        "hidden": "hidden size",
-        "layers": "number of layers",
-        "seq": "sequence length",
-        "gpus": "number of GPUs",
-    }
-    names |= {"tokens": "microbatch", "microbatches": "number of microbatches"}
-    return tuple(
-        names.get(n, n) for n, part in sorted(parts.items(), key=lambda p: -p[1]) if part >= 0.4
-    )
+    names = [name for name in parts if parts[name] >= DIFFERS]
+    return tuple(NAMES.get(name, name) for name in sorted(names, key=lambda name: -parts[name]))
 
 
 def sizes_of(cases: Sequence[Case]) -> tuple[tuple[float, ...], ...]:
@@ -220,19 +219,21 @@ def sizes_of(cases: Sequence[Case]) -> tuple[tuple[float, ...], ...]:
 
 @functools.cache
 def _shipped_features() -> tuple[np.ndarray, np.ndarray]:
-    return _features(every_row())
+    return _features(row.case for row in every_row())
 
 
-def _features(rows: Sequence[Any]) -> tuple[np.ndarray, np.ndarray]:
-    """Sizes (N, SPANS) in their units, and kinds (N, KINDS), of measured rows or of cases."""
-    cases = [getattr(row, "case", row) for row in rows]
-    columns = [columns_of(c.shape, c.topology, c.engine) for c in cases]
-    sizes = np.array([[getattr(x, name) for name in SPANS] for x in columns], float)
-    kinds = [
-        (
+def _features(cases: Iterable[Any]) -> tuple[np.ndarray, np.ndarray]:
+    """Sizes (N, SPANS) in their units, and kinds (N, KINDS), of cases."""
+    sizes = []
+    kinds = []
+    for c in cases:
+        x = columns_of(c.shape, c.topology, c.engine)
+        sizes.append([float(getattr(x, name)) for name in SPANS])
+        kernel = "aligned" if x.head_dim % 8 == 0 else "unaligned"
+        kind = (
             c.cluster.gpu.name.partition("-")[0],
             c.cluster.name.replace("16g", "32g"),
-            "fused" if not x.attention else "aligned" if x.head_dim % 8 == 0 else "unaligned",
+            kernel if x.attention else "fused",
             c.topology.precision == "fp8",
             c.topology.recompute,
             c.topology.offload,
@@ -242,8 +243,7 @@ def _features(rows: Sequence[Any]) -> tuple[np.ndarray, np.ndarray]:
             x.cp > 1,
             x.tp > c.cluster.gpus_per_node,
         )
-        for c, x in zip(cases, columns, strict=True)
-    ]
+        kinds.append(kind)
     return np.log(sizes) / np.log(list(SPANS.values())), np.array(kinds, object)
 
 
@@ -294,20 +294,25 @@ class Prediction(Record):
 
     def summary(self) -> str:
         seconds = with_bounds(self.sec_per_it, self.sec_lo, self.sec_hi)
-        return f"{seconds} s/it, {self.memory_bytes / 2**30:.1f} GiB, P(OOM) {self.oom_probability:.1%}"
+        gib = self.memory_bytes / 2**30
+        return f"{seconds} s/it, {gib:.1f} GiB, P(OOM) {self.oom_probability:.1%}"
 
     @property
     def numbers(self) -> dict[str, float]:
         """Its numbers as columns of a frame: seconds, GiB, and the seconds of each part of an
         iteration.
         """
-        found = {name: getattr(self, name) for name in ("sec_per_it", "sec_lo", "sec_hi")}
-        found |= {
+        numbers = {
+            "sec_per_it": self.sec_per_it,
+            "sec_lo": self.sec_lo,
+            "sec_hi": self.sec_hi,
             "memory_gib": self.memory_bytes / 2**30,
             "host_memory_gib": self.host_memory_bytes / 2**30,
+            "oom_probability": self.oom_probability,
         }
-        found |= {"oom_probability": self.oom_probability}
-        return found | {f"{part}_s": seconds for part, seconds in vars(self.time).items()}
+        for part, seconds in vars(self.time).items():
+            numbers[f"{part}_s"] = seconds
+        return numbers
 
     @property
     def is_risky(self) -> bool:
@@ -316,8 +321,10 @@ class Prediction(Record):
 
     def to_json(self) -> dict[str, Any]:
         """The prediction as a JSON object, with what it rests on in words, without the constants."""
-        values = {name: value for name, value in to_mapping(self).items() if name != "calibration"}
-        return {**values, "support": {**to_mapping(self.support), "words": self.support.words}}
+        values = to_mapping(self)
+        del values["calibration"]
+        values["support"]["words"] = self.support.words
+        return values
 
     def beside(self) -> dict[str, Any]:
         """What stands beside a plan's own fields in a file: its prediction, and the constants that
@@ -359,44 +366,43 @@ def predict(
     if isinstance(plan, Path | str):
         import pandas as pd
 
-        plan = pd.read_csv(io.StringIO(read_text(plan, "rows", 1 << 26)))
-    for line in (line for line in ignored_words(plan) if "did you mean" in line):
-        warnings.warn(f"predict: ignored {line}", stacklevel=2)
-    made = [_predicted_row(row, calibration) for row in each_row(plan, machine)]
-    names = (
-        "predicted_sec_per_it",
-        "predicted_sec_lo",
-        "predicted_sec_hi",
-        "predicted_memory_gib",
-        "oom_probability",
-    )
-    columns: dict[str, Any] = {name: [row.get(name, math.nan) for row in made] for name in names}
-    return plan.assign(**columns, reason=[row.get("reason", "") for row in made])
+        plan = pd.read_csv(io.StringIO(read_text(plan, "rows", MOST_BYTES)))
+    for line in ignored_words(plan):
+        if "did you mean" in line:
+            warnings.warn(f"predict: ignored {line}", stacklevel=2)
+    names = ("sec_per_it", "sec_lo", "sec_hi", "memory_gib", "oom_probability")
+    rows = [_predicted_row(row, calibration) for row in each_row(plan, machine)]
+    columns = dict[str, Any]()
+    for name in names:
+        head = name if name == "oom_probability" else f"predicted_{name}"
+        columns[head] = [row.get(name, math.nan) for row in rows]
+    return plan.assign(**columns, reason=[row.get("reason", "") for row in rows])
 
 
 def _predicted_row(
     row: MeasuredRow | Skipped, calibration: Calibration | str | None
 ) -> dict[str, Any]:
-    """The columns of a prediction, or the reason why there is none."""
+    """The numbers of a prediction, or the reason why there is none."""
     if isinstance(row, Skipped):
         return {"reason": row.reason}
     case = row.case
-    if reason := invalid_reason(case.shape, case.topology):
+    reason = invalid_reason(case.shape, case.topology)
+    if reason:
         return {"reason": reason}
     known = constants_of(case, calibration or "")
-    found = predict(case, known.on(case.day, case.topology.gpus)).numbers
-    return {"oom_probability": found["oom_probability"]} | {
-        f"predicted_{n}": value for n, value in found.items()
-    }
+    return predict(case, known.on(case.day, case.topology.gpus)).numbers
 
 
 def _predicted(plan: Case, cluster: Cluster, known: Calibration) -> Prediction:
-    shape, t, engine = plan.shape, plan.topology, plan.engine
+    shape = plan.shape
+    t = plan.topology
+    engine = plan.engine
     time = iteration_time(shape, t, cluster, known, engine)
     dropout = plan.dropout if isinstance(plan, Plan) else NO_DROPOUT
-    columns, memory = columns_of(shape, t, engine), memory_for(known, engine, cluster, dropout)
+    memory = memory_for(known, engine, cluster, dropout)
     stages = memory_per_stage(shape, t, cluster, memory, engine)
     fullest = max(stage.total for stage in stages)
+    hosts = host_bytes(columns_of(shape, t, engine), np.arange(t.pp), memory)
     case = Configuration(shape=shape, topology=t, cluster=cluster, engine=engine)
     nearest = support_of(case, known, time.total)
     low, high = interval(time.total, unmeasured_half_width(case, known, nearest))
@@ -405,7 +411,7 @@ def _predicted(plan: Case, cluster: Cluster, known: Calibration) -> Prediction:
         sec_lo=low,
         sec_hi=high,
         memory_bytes=fullest,
-        host_memory_bytes=float(np.max(host_bytes(columns, np.arange(t.pp), memory))),
+        host_memory_bytes=float(np.max(hosts)),
         oom_probability=float(probability_of(fullest, cluster, memory.spread)),
         time=time,
         stages=tuple(stages),

@@ -13,12 +13,17 @@ import numpy as np
 
 from trilane.config.cluster import Cluster
 from trilane.config.plan import Plan
+from trilane.costmodel import measured_rows
 from trilane.costmodel.calibration import Calibration, Configuration, Regime, from_json, load, whole
 from trilane.costmodel.constants import BOUNDS
 from trilane.costmodel.fit import MISFIT, log_constants, row_error, sensitivities
 from trilane.costmodel.measured_rows import MeasuredRow, every_row, usable
 from trilane.utils.validation import from_mapping, require, shipped_json, with_nearest
 from trilane.workspace.study import Study, load_cluster, studies
+
+NEWEST = (
+    9  # major compute capability of the newest cards with measured rows: later ones count as it
+)
 
 
 def default(cluster: Cluster, stack: str = "") -> Calibration:
@@ -27,15 +32,17 @@ def default(cluster: Cluster, stack: str = "") -> Calibration:
     The shipped fit of that cluster and software stack, or of the cluster if no stack is given; else
     what the fits of the card, the cluster and the stack have in common with it (see combined).
     """
-    shipped, name = shipped_json("calibrations"), nodes_name(cluster.name)
-    if (name := f"{name}/{stack}" if stack else name) in shipped:
+    shipped = shipped_json("calibrations")
+    name = nodes_name(cluster.name)
+    if stack:
+        name = f"{name}/{stack}"
+    if name in shipped:
         return from_json(shipped[name])
     if cluster.gpu.kind == "cpu":
         # one layer starts about 90 torch operations forward and backward, and a third more with
         # recomputation
-        launch = min(
-            max(120 * cluster.launch_overhead_s, BOUNDS["launch_s"].low), BOUNDS["launch_s"].high
-        )
+        bound = BOUNDS["launch_s"]
+        launch = min(max(120 * cluster.launch_overhead_s, bound.low), bound.high)
         return Calibration(matmul=0.9, launch_s=launch, half_width=0.4)
     return combined(cluster, stack, _fits())
 
@@ -46,9 +53,8 @@ def _fits() -> list["Fit"]:
     groups: dict[str, list[MeasuredRow]] = {}
     for row in usable(every_row()):
         groups.setdefault(f"{nodes_name(row.case.cluster.name)}/{row.stack}", []).append(row)
-    return [
-        Fit.of(rows, from_json(shipped_json("calibrations")[name])) for name, rows in groups.items()
-    ]
+    shipped = shipped_json("calibrations")
+    return [Fit.of(rows, from_json(shipped[name])) for name, rows in groups.items()]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,49 +62,45 @@ class Fit:
     """What the rows of one cluster and software stack say, linearized at a calibration fitted to
     them.
 
-    slopes  derivatives of ln(seconds) by the logarithms of the constants, (R, C)
-    said    by how much slower than the prior of the stack the rows were, ln(seconds), (R,)
-    trust   how much each row counts, (R,): 1, or less where it is far out
+    slopes      derivatives of ln(seconds) by the logarithms of the constants, (R, C)
+    slowness    by how much slower than the prior of the stack the rows were, ln(seconds), (R,)
+    trust       how much each row counts, (R,): 1, or less where it is far out
     """
 
     cluster: Cluster
     stack: str
     slopes: np.ndarray
-    said: np.ndarray
+    slowness: np.ndarray
     trust: np.ndarray
 
     @classmethod
     def of(cls, rows: Sequence[MeasuredRow], calibration: Calibration) -> "Fit":
-        first = rows[0]
-        on = [calibration.on(r.case.day, r.case.topology.gpus) for r in rows]
-        errors = np.array([row_error(r.case, r.seconds, k) for r, k in zip(rows, on, strict=True)])
-        slopes = sensitivities([r.case for r in rows], calibration)
-        moved = log_constants(calibration.without_launch_blocking()) - log_constants(
-            prior_of("", first.stack)
-        )
-        trust = 1 / np.sqrt(1 + (errors / MISFIT) ** 2)
+        stack = rows[0].stack
+        errors = []
+        for row in rows:
+            on_day = calibration.on(row.case.day, row.case.topology.gpus)
+            errors.append(row_error(row.case, row.seconds, on_day))
+        slopes = sensitivities([row.case for row in rows], calibration)
+        free = log_constants(calibration.without_launch_blocking())
+        moved = free - log_constants(prior_of("", stack))
         return cls(
-            cluster=first.case.cluster,
-            stack=first.stack,
+            cluster=rows[0].case.cluster,
+            stack=stack,
             slopes=slopes,
-            said=slopes @ moved - errors,
-            trust=trust,
+            slowness=slopes @ moved - errors,
+            trust=1 / np.sqrt(1 + (np.array(errors) / MISFIT) ** 2),
         )
 
-    def shares(self, cluster: Cluster, stack: str) -> tuple[bool, bool, bool]:
-        """Whether it has the generation of cards (any after the H100 is one), the cluster and the
-        stack.
-
-        The years of a stack are one here.
+    def shares(self, cluster: Cluster, stack: str) -> np.ndarray:
+        """Whether it has the generation of cards, the cluster and the stack (its years are one),
+        (3,).
         """
-        newest = 9  # major compute capability of the newest cards with measured rows
-        card, other = (min(c.gpu.compute_capability[0], newest) for c in (self.cluster, cluster))
-        mine, theirs = (re.sub(r"-20\d\d$", "", name) for name in (self.stack, stack))
-        return (
-            card == other,
-            nodes_name(self.cluster.name) == nodes_name(cluster.name),
-            mine == theirs != "",
-        )
+        card = min(self.cluster.gpu.compute_capability[0], NEWEST)
+        other_card = min(cluster.gpu.compute_capability[0], NEWEST)
+        software = re.sub(r"-20\d\d$", "", self.stack)
+        other_software = re.sub(r"-20\d\d$", "", stack)
+        is_cluster = nodes_name(self.cluster.name) == nodes_name(cluster.name)
+        return np.array([card == other_card, is_cluster, software == other_software != ""])
 
 
 def combined(cluster: Cluster, stack: str, fits: Sequence[Fit]) -> Calibration:
@@ -111,29 +113,27 @@ def combined(cluster: Cluster, stack: str, fits: Sequence[Fit]) -> Calibration:
     the rows (Rasmussen and Williams 2006, equation 2.25). `rows` is 0: nothing was fitted here.
     """
     base = prior_of(cluster.name, stack)
-    variance = np.array([bound.deviation**2 for bound in BOUNDS.values()])
-    shared = np.array([bound.shared for bound in BOUNDS.values()]).T  # (3, C)
-    slopes, said = np.vstack([f.slopes for f in fits]), np.concatenate([f.said for f in fits])
-    of = np.repeat(np.arange(len(fits)), [len(f.said) for f in fits])
-    among = np.array(
-        [[np.array(f.shares(g.cluster, g.stack)) @ shared for g in fits] for f in fits]
-    )  # (F, F, C)
-    among[np.arange(len(fits)), np.arange(len(fits))] = 1
-    across = (
-        np.array([np.array(f.shares(cluster, stack)) @ shared for f in fits])[of]
-        * variance
-        * slopes
-    )  # (R, C)
+    bounds = BOUNDS.values()
+    variance = np.array([bound.deviation**2 for bound in bounds])  # (C,)
+    shared = np.array([bound.shared for bound in bounds]).T  # (3, C)
+    slopes = np.vstack([f.slopes for f in fits])  # (R, C)
+    slowness = np.concatenate([f.slowness for f in fits])  # (R,)
+    trust = np.concatenate([f.trust for f in fits])
+    of = np.repeat(np.arange(len(fits)), [len(f.trust) for f in fits])  # the fit of each row
+    among = np.array([[f.shares(g.cluster, g.stack) @ shared for g in fits] for f in fits])
+    among[np.arange(len(fits)), np.arange(len(fits))] = 1  # (F, F, C)
+    to_plan = np.array([f.shares(cluster, stack) @ shared for f in fits])
+    across = to_plan[of] * variance * slopes  # (R, C)
     covariance = np.einsum("ic,jc,ijc->ij", slopes * variance, slopes, among[of][:, of])
-    covariance += np.diag(MISFIT**2 / np.concatenate([f.trust for f in fits]))
+    covariance += np.diag(MISFIT**2 / trust)
     weights = np.linalg.solve(covariance, across)
-    logs = log_constants(base) + said @ weights
+    logs = log_constants(base) + slowness @ weights
     deviations = np.sqrt(np.maximum(variance - (across * weights).sum(0), 0.02 * variance))
-    low, high = np.array([(bound.low, bound.high) for bound in BOUNDS.values()]).T
-    values: dict[str, Any] = dict(
-        zip(BOUNDS, np.clip(np.exp(logs), low, high).tolist(), strict=True)
-    )
-    return replace(base, **values, deviations=tuple(deviations.tolist()), stack="")
+    low = [bound.low for bound in bounds]
+    high = [bound.high for bound in bounds]
+    values = np.clip(np.exp(logs), low, high).tolist()
+    constants: dict[str, Any] = dict(zip(BOUNDS, values, strict=True))
+    return replace(base, **constants, deviations=tuple(deviations.tolist()), stack="")
 
 
 def nodes_name(cluster: str) -> str:
@@ -147,47 +147,35 @@ def prior_of(cluster: str, stack: str) -> Calibration:
     """The priors of constants.py for rows of that cluster and stack: its days' regimes, their
     factors at the prior, and what the stack is known to do.
     """
-    habits = shipped_json("stacks")["stacks"].get(stack, {}).get("constants", {})
-    regimes = tuple(
-        from_mapping(Regime, r, "regime") for r in shipped_json("regimes").get(cluster, [])
-    )
-    return Calibration(**habits, regimes=regimes, stack=stack)
+    habits = measured_rows.stacks().get(stack, {}).get("constants", {})
+    regimes = shipped_json("regimes").get(cluster, [])
+    given = tuple(from_mapping(Regime, regime, "regime") for regime in regimes)
+    return Calibration(**habits, regimes=given, stack=stack)
 
 
 def calibration_for(cluster: Cluster | str, source: str | Calibration = "") -> Calibration:
     """The constants to predict by: those that ship for the cluster (""), or for a software stack on
-    it (of stacks()), those in a JSON file, those that 04_analyze fitted in a study, or
-    `source` itself. ValueError
-    for those of another card.
+    it (of stacks()), those in a JSON file, those that 04_analyze fitted in a study, or `source`
+    itself. ValueError for those of another card.
 
         calibration_for(load_cluster("jz-a100-80g"), "megatron-core")
     """
     cluster = load_cluster(cluster)
     if isinstance(source, Calibration):
         return source.on_card(cluster)
-    return replace(_found(cluster, source), name=source or cluster.name).on_card(cluster)
-
-
-def _found(cluster: Cluster, source: str) -> Calibration:
     if not source or source in stacks():
-        require(
-            not Path(source).is_file(),
-            "calibration",
-            source,
-            "is a file and a stack; for the file ./ before it",
-        )
-        return default(cluster, source)
-    if source.endswith(".json") or Path(source).is_file():
-        return load(source)
-    study = Study(source)
-    rule = f"is neither a study, nor a JSON file, nor one of the stacks {', '.join(stacks())}"
-    require(
-        study.folder.is_dir(),
-        "calibration",
-        source,
-        with_nearest(rule, source, [*stacks(), *studies()]),
-    )
-    return whole(study.values("calibration.json", "04_analyze"), source)
+        rule = "is a file and a stack; for the file ./ before it"
+        require(not Path(source).is_file(), "calibration", source, rule)
+        constants = default(cluster, source)
+    elif source.endswith(".json") or Path(source).is_file():
+        constants = load(source)
+    else:
+        study = Study(source)
+        rule = f"is neither a study, nor a JSON file, nor one of the stacks {', '.join(stacks())}"
+        rule = with_nearest(rule, source, [*stacks(), *studies()])
+        require(study.folder.is_dir(), "calibration", source, rule)
+        constants = whole(study.values("calibration.json", "04_analyze"), source)
+    return replace(constants, name=source or cluster.name).on_card(cluster)
 
 
 def constants_of(
@@ -210,32 +198,25 @@ def replaced(plan: Plan, used: Calibration) -> list[str]:
     """A line where other constants than those that the plan carries are used, and one where another
     cluster's are.
     """
-    kept, lines = plan.calibration, foreign(used, plan.cluster)
+    kept = plan.calibration
+    lines = foreign(used, plan.cluster)
     if kept and kept["hash"] != used.hash:
-        instead = (
-            f"{used.hash} instead of {kept['name']} ({kept['hash']}), which predicted the plan"
-        )
-        lines = [f"calibration={used.name}: {instead}", *lines]
+        instead = f"{used.hash} instead of {kept['name']} ({kept['hash']})"
+        lines.insert(0, f"calibration={used.name}: {instead}, which predicted the plan")
     return lines
 
 
 def foreign(used: Calibration, cluster: Cluster) -> list[str]:
     """A warning where the constants were fitted to rows of another cluster with the same card."""
-    is_own = used.cluster in ("", cluster.name) and used.card in ("", cluster.gpu.name)
+    if used.cluster in ("", cluster.name) and used.card in ("", cluster.gpu.name):
+        return []
     rows = f"{used.cluster} ({used.card}), not of {cluster.name}"
-    return [] if is_own else [f"calibration={used.name}: fitted to rows of {rows}"]
+    return [f"calibration={used.name}: fitted to rows of {rows}"]
 
 
+@functools.cache
 def stacks() -> list[str]:
     """The software stacks of which something is known: fitted to rows, or a habit."""
-    fitted = (name.partition("/")[2] for name in shipped_json("calibrations") if "/" in name)
-    return sorted(
-        {
-            *fitted,
-            *(
-                name
-                for name, facts in shipped_json("stacks")["stacks"].items()
-                if facts.get("constants")
-            ),
-        }
-    )
+    names = {name.partition("/")[2] for name in shipped_json("calibrations")} - {""}
+    names.update(n for n, facts in measured_rows.stacks().items() if facts.get("constants"))
+    return sorted(names)

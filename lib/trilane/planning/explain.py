@@ -27,68 +27,79 @@ class Explanation(Record):
     @property
     def shares(self) -> dict[str, float]:
         """Shares of an iteration by part, the largest first."""
-        parts = {
-            k.replace("_", " "): v / self.prediction.time.total
-            for k, v in vars(self.prediction.time).items()
-        }
-        return dict(sorted(((k, v) for k, v in parts.items() if v), key=lambda part: -part[1]))
+        parts = vars(self.prediction.time)
+        total = self.prediction.time.total
+        names = [name for name in parts if parts[name]]
+        names.sort(key=lambda name: -parts[name])
+        return {name.replace("_", " "): parts[name] / total for name in names}
 
     @property
     def fullest(self) -> tuple[int, str, float]:
         """The pipeline stage that needs the most memory, its largest part, and that part's share of
         it.
         """
-        number, stage = max(enumerate(self.prediction.stages), key=lambda pair: pair[1].total)
-        part, size = max(vars(stage).items(), key=lambda pair: pair[1])
-        return number, part, size / stage.total
+        totals = [stage.total for stage in self.prediction.stages]
+        number = totals.index(max(totals))
+        parts = vars(self.prediction.stages[number])
+        part = max(parts, key=parts.__getitem__)
+        return number, part, parts[part] / totals[number]
 
-    def as_lines(self) -> list[str]:
-        """What limits the plan, how sure that is, on what it rests, in sentences."""
+    @property
+    def sentences(self) -> list[str]:
+        """What limits the plan, how sure that is, on what it rests."""
+        p = self.prediction
+        time = ", ".join(f"{name} {share:.0%}" for name, share in list(self.shares.items())[:3])
+        sent = (p.time.tensor_parallel + p.time.pipeline_p2p + p.time.data_parallel) / p.time.total
+        number, part, share = self.fullest
+        count = len(p.stages)
+        where = f"stage {number} of {count} decides" if count > 1 else "one GPU"
+        need = p.memory_bytes / 2**30
+        card = self.plan.cluster.gpu.memory_bytes / 2**30
+        seconds = f"{p.sec_lo:.4g} to {p.sec_hi:.4g} s (within {p.sec_hi / p.sec_per_it - 1:.0%})"
+        risk = f"{self.fits} memory (P(OOM) {p.oom_probability:.2f})"
+        rests = p.support.words
+        others = ", ".join(f"{row} ({distance:.1f})" for row, distance in p.support.nearest[1:])
+        if others:
+            rests += f"; then {others}"
         reason = untrainable_reason(self.plan.topology)
-        return [*[f"Predicted only: {reason}."] * bool(reason), *self._limits(), *self._sure()]
+        sentences = [f"Predicted only: {reason}."] if reason else []
+        return [
+            *sentences,
+            f"Time: {time} of an iteration; all communication takes {sent:.0%}.",
+            f"Memory: {where}, {need:.1f} of {card:.1f} GiB, most of it {part} ({share:.0%}).",
+            f"How sure: 9 of 10 such runs take {seconds}; it {risk}.",
+            f"Support: {rests}.",
+        ]
+
+    @property
+    def fits(self) -> str:
+        """How probable it is that the memory suffices, in words."""
+        probability = self.prediction.oom_probability
+        if probability <= SAFE:
+            return "almost certainly fits"
+        if probability <= RISKY:
+            return "very probably fits"
+        if probability <= IMPOSSIBLE:
+            return "may run out of"
+        return "probably runs out of"
+
+    def summary(self) -> Text:
+        return Text.joined("\n", [Text.of("- {}", line) for line in self.sentences])
 
     def _repr_markdown_(self) -> str:
-        return Text.joined("\n", [Text.of("- {}", line) for line in self.as_lines()])
+        return self.summary()
 
     def to_json(self) -> dict[str, Any]:
         """Shares, the fullest stage, the nearest measured runs, and the sentences."""
+        number, part, share = self.fullest
+        support = self.prediction.support
         return {
             "shares": self.shares,
-            "memory": dict(zip(("stage", "part", "share"), self.fullest, strict=True)),
+            "memory": {"stage": number, "part": part, "share": share},
             "predicted_only": untrainable_reason(self.plan.topology),
-            "measured": {
-                "nearest": self.prediction.support.nearest,
-                "differs": self.prediction.support.differs,
-            },
-            "sentences": self.as_lines(),
+            "measured": {"nearest": support.nearest, "differs": support.differs},
+            "sentences": self.sentences,
         }
-
-    def _limits(self) -> list[str]:
-        p, (number, part, share) = self.prediction, self.fullest
-        words = ", ".join(f"{name} {share:.0%}" for name, share in list(self.shares.items())[:3])
-        where = f"stage {number} of {len(p.stages)} decides" if len(p.stages) > 1 else "one GPU"
-        need, card = p.memory_bytes / 2**30, self.plan.cluster.gpu.memory_bytes / 2**30
-        sent = (p.time.tensor_parallel + p.time.pipeline_p2p + p.time.data_parallel) / p.time.total
-        time = f"Time: {words} of an iteration; all communication takes {sent:.0%}."
-        return [
-            time,
-            f"Memory: {where}, {need:.1f} of {card:.1f} GiB, most of it {part} ({share:.0%}).",
-        ]
-
-    def _sure(self) -> list[str]:
-        p = self.prediction
-        words = (
-            ("almost certainly fits", SAFE),
-            ("very probably fits", RISKY),
-            ("may run out of", IMPOSSIBLE),
-        )
-        fits = next(
-            (text for text, most in words if p.oom_probability <= most), "probably runs out of"
-        )
-        seconds = f"{p.sec_lo:.4g} to {p.sec_hi:.4g} s (within {p.sec_hi / p.sec_per_it - 1:.0%})"
-        sure = f"How sure: 9 of 10 such runs take {seconds}; it {fits} memory (P(OOM) {p.oom_probability:.2f})."
-        others = ", ".join(f"{row} ({distance:.1f})" for row, distance in p.support.nearest[1:])
-        return [sure, f"Support: {p.support.words}{f'; then {others}' if others else ''}."]
 
 
 def explain(plan: Plan | Path | str, calibration: Calibration | str | None = None) -> Explanation:
@@ -108,22 +119,22 @@ def varied(
 
     Raises ValueError with the rule by which a search refuses it.
     """
-    plan, engine, topology = base, engine or base.engine, replace(base.topology, **changes)
+    plan = base
+    engine = engine or base.engine
+    topology = replace(base.topology, **changes)
     if (topology, engine) != (base.topology, base.engine):
-        if reason := invalid_reason(base.shape, topology, base.cluster):
+        reason = invalid_reason(base.shape, topology, base.cluster)
+        if reason:
             raise ValueError(reason)
         label = label_of(base.shape, base.cluster, topology, engine)
-        label += f"-gbs{topology.gbs}" * (topology.gbs != base.topology.gbs)
+        if topology.gbs != base.topology.gbs:
+            label += f"-gbs{topology.gbs}"
         # the sizes of a ramp need not be multiples of the new mbs x dp
         plan = replace(base, topology=topology, engine=engine, label=label, run=Run())
-    p, card = predict(plan, calibration), plan.cluster.gpu.memory_bytes / 2**30
+    p = predict(plan, calibration)
+    rule = f"must fit the card, which has {plan.cluster.gpu.memory_bytes / 2**30:.3g} GiB"
     needed = f"{p.memory_bytes / 2**30:.3g} GiB"
-    require(
-        p.oom_probability <= IMPOSSIBLE,
-        "memory",
-        needed,
-        f"must fit the card, which has {card:.3g} GiB",
-    )
+    require(p.oom_probability <= IMPOSSIBLE, "memory", needed, rule)
     return Candidate(plan=plan, prediction=p)
 
 
@@ -135,23 +146,21 @@ def use_plan(study: Study, chosen: Candidate, calibration: Calibration) -> Path:
     calibration.
     """
 
-    def first(found: dict[str, Any]) -> dict[str, Any]:
-        for kept in found["plans"][:1]:
+    def first(values: dict[str, Any]) -> dict[str, Any]:
+        for kept in values["plans"][:1]:
             other = plan_from_json(kept)
-            same = (other.shape, other.cluster) == (chosen.plan.shape, chosen.plan.cluster)
-            is_its = same and constants_of(other).hash == calibration.hash
-            what = "" if is_its else "calibration" if same else "model or machine"
-            require(
-                not what,
-                "plans.json",
-                study.name,
-                f"is of another {what}; run the last cell of 02_topology",
-            )
+            differs = ""
+            if constants_of(other).hash != calibration.hash:
+                differs = "calibration"
+            if (other.shape, other.cluster) != (chosen.plan.shape, chosen.plan.cluster):
+                differs = "model or machine"
+            rule = f"is of another {differs}; run the last cell of 02_topology"
+            require(not differs, "plans.json", study.name, rule)
         entry = chosen.to_json()
-        lists = {
-            name: [e for e in found.get(name, []) if e["id"] != entry["id"]]
-            for name in ("plans", "risky")
-        }
-        return {**found, **lists, "plans": [entry, *lists["plans"]], "chosen_by_hand": entry["id"]}
+        changed = {**values, "chosen_by_hand": entry["id"]}
+        for name in ("plans", "risky"):
+            changed[name] = [e for e in values.get(name, []) if e["id"] != entry["id"]]
+        changed["plans"].insert(0, entry)
+        return changed
 
     return study.update("plans.json", "02_topology", first)

@@ -39,6 +39,7 @@ from trilane.utils.validation import require_integer
 from trilane.workspace.study import load_cluster
 
 MEMORY_RULE = "memory must fit the card"
+TOGETHER = 1 << 14  # topologies predicted at once: 128 KiB a column, which stays in the cache
 
 
 class Row(NamedTuple):
@@ -53,7 +54,9 @@ def front_of(seconds: np.ndarray, memory: np.ndarray) -> np.ndarray:
     """Rows that no other row beats in both seconds and memory, the fastest first."""
     order = np.lexsort((memory, seconds))
     lowest = np.minimum.accumulate(memory[order])
-    return order[np.append([True] * (len(order) > 0), memory[order][1:] < lowest[:-1]).astype(bool)]
+    is_lower = np.ones(len(order), bool)
+    is_lower[1:] = memory[order][1:] < lowest[:-1]
+    return order[is_lower]
 
 
 class _Search:
@@ -67,19 +70,20 @@ class _Search:
         cluster: Cluster,
         space: Space,
         calibration: Calibration,
-        **how: Any,
+        top: int,
+        distinct: bool,
     ):
-        self.shape, self.cluster, self.space, self.calibration = (
-            shape,
-            cluster,
-            space,
-            calibration.on_card(cluster),
-        )
+        self.shape = shape
+        self.cluster = cluster
+        self.space = space
+        self.calibration = calibration.on_card(cluster)
         self.kept = calibration.kept()
-        self.top = how["top"]
+        self.top = top
         # variants of one tp x pp x dp are no different answers, unless there is no other
-        self.distinct = how["distinct"] and len({*space.sizes()}) > 1
-        self.safe, self.risky, self.front = list[Row](), list[Row](), list[Row]()
+        self.distinct = distinct and len({*space.sizes()}) > 1
+        self.safe = list[Row]()
+        self.risky = list[Row]()
+        self.front = list[Row]()
         rules: list[tuple[Rule, tuple[Any, ...]]] = [(rule, (cluster,)) for rule in CLUSTER_RULES]
         rules += [(rule, (shape,)) for rule in SHAPE_RULES]
         # Space.batches() has multiples of mbs x dp alone
@@ -89,7 +93,8 @@ class _Search:
         self.rules = [pair for pair in rules if not pair[0].of_sizes]
         self.columns = columns_of(shape, space.fixed, space.engine)
         self.memory = memory_for(calibration, space.engine, cluster)
-        self.points, self.batches = functools.cache(space.points), functools.cache(space.batches)
+        self.points = functools.cache(space.points)
+        self.batches = functools.cache(space.batches)
         self.refused: Counter[str] = Counter()
         self.runnable = 0
 
@@ -97,52 +102,59 @@ class _Search:
         """Which batch sizes of a block no rule refuses: True, False or an array; the refused are
         counted under the first rule that they break.
         """
-        keep, left = True, len(block.mbs)
+        keep = True
+        left = len(block.mbs)
         for rule, subjects in self.rules:
             holds = rule.holds(block, *subjects)
             if holds is True:  # most often: a rule that no batch size breaks
                 continue
-            keep, before = keep & holds, left
+            keep = keep & holds
+            before = left
             left = int(np.count_nonzero(keep))
             self.refused[rule.name] += before - left
             if not left:
                 return False
-        if broken := unsupported_rule(self.space.engine, self.shape, block):
+        broken = unsupported_rule(self.space.engine, self.shape, block)
+        if broken:
             self.refused[f"{broken[0]}: {broken[2]}"] += left
             return False
         return keep
+
+    def broken_by_sizes(self, topologies: Any) -> str:
+        """The first rule by which tp, pp and dp alone are refused, "" where there is none."""
+        for rule, subjects in self.size_rules:
+            if not rule.holds(topologies, *subjects):
+                return rule.name
+        broken = unsupported_rule(self.space.engine, self.shape, topologies)
+        return f"{broken[0]}: {broken[2]}" if broken and broken[0] in SIZES else ""
 
     def blocks(self, sizes: ParallelSizes) -> Iterator[Block]:
         """What no rule refuses of one tp x pp x dp, a block for each combination of the other
         choices.
         """
-        (tp, pp, dp), (mbs, gbs), fixed = sizes, self.batches(sizes[2]), self.space.fixed
-        values = {
-            **vars(fixed),
-            "tp": tp,
-            "pp": pp,
-            "dp": dp,
-            "mbs": mbs,
-            "gbs": gbs,
-            "gpus": tp * pp * dp * fixed.cp,
-        }
-        whole: Any = SimpleNamespace(**values)
+        tp, pp, dp = sizes
+        mbs, gbs = self.batches(dp)
+        topologies: Any = SimpleNamespace(**vars(self.space.fixed))
+        topologies.tp = tp
+        topologies.pp = pp
+        topologies.dp = dp
+        topologies.mbs = mbs
+        topologies.gbs = gbs
+        topologies.gpus = tp * pp * dp * topologies.cp
         points = self.points(max(self.shape.num_layers // pp, 1), tp > 1, pp > 1, dp > 1)
-        broken = next(
-            (rule.name for rule, subjects in self.size_rules if not rule.holds(whole, *subjects)),
-            "",
-        )
-        field, _, rule = unsupported_rule(self.space.engine, self.shape, whole) or ("", None, "")
-        if broken or field in SIZES:
-            self.refused[broken or f"{field}: {rule}"] += len(points) * len(mbs)
+        broken = self.broken_by_sizes(topologies)
+        if broken:
+            self.refused[broken] += len(points) * len(mbs)
             return
-        whole.microbatches = (gbs / (mbs * dp)).astype(
-            np.int32
-        )  # a remainder of floats takes four times as long
+        # a remainder of floats takes four times as long
+        topologies.microbatches = (gbs / (mbs * dp)).astype(np.int32)
         for point in points:
-            vars(whole).update(point)
-            if (keep := self.allowed(whole)) is not False:
-                yield Block(sizes, point, *((mbs, gbs) if keep is True else (mbs[keep], gbs[keep])))
+            vars(topologies).update(point)
+            keep = self.allowed(topologies)
+            if keep is True:
+                yield Block(sizes, point, mbs, gbs)
+            elif keep is not False:
+                yield Block(sizes, point, mbs[keep], gbs[keep])
 
     def predict(self, blocks: Sequence[Block]) -> None:
         """Predict the topologies of some blocks together, and keep the best of them."""
@@ -151,50 +163,60 @@ class _Search:
         memory = memory_bytes(columns, self.cluster, self.memory)
         probability = oom_probability(memory, self.cluster, self.memory.spread)
         fits = probability <= IMPOSSIBLE
-        self.refused[MEMORY_RULE] += int(len(fits) - fits.sum())
-        self.runnable += int(fits.sum())
-        if not fits.any():
+        runnable = int(fits.sum())
+        self.refused[MEMORY_RULE] += len(fits) - runnable
+        self.runnable += runnable
+        if not runnable:
             return
-        columns, memory, which = columns.take(fits), memory[fits], which[fits]
+        columns = columns.take(fits)
+        memory = memory[fits]
+        which = which[fits]
         seconds = iteration_columns(columns, self.cluster, self.calibration).total / columns.gbs
+        numbers = {sizes: n for n, sizes in enumerate({block.sizes for block in blocks})}
+        lanes = np.array([numbers[block.sizes] for block in blocks])[which]
 
         def rows(index: np.ndarray) -> list[Row]:
-            values = (seconds, memory, which, columns.mbs, columns.gbs)
-            found = zip(*(column[index] for column in values), strict=True)
-            return [Row(s, b, (blocks[w].sizes, blocks[w].point, m, g)) for s, b, w, m, g in found]
+            found = []
+            for i in index:
+                block = blocks[which[i]]
+                topology = (block.sizes, block.point, columns.mbs[i], columns.gbs[i])
+                found.append(Row(seconds[i], memory[i], topology))
+            return found
 
-        numbers = {sizes: n for n, sizes in enumerate({block.sizes for block in blocks})}
-        lanes = np.array([numbers[block.sizes] for block in blocks])
-        danger = probability[fits] > RISKY
-        for best, able in ((self.safe, ~danger), (self.risky, danger)):
+        def merged(best: list[Row], able: np.ndarray) -> list[Row]:
             # a row is a Python object: only what may enter the best becomes one
             worst = best[-1].seconds if len(best) == self.top else np.inf
             index = np.flatnonzero(able & (seconds <= worst))
             index = index[np.argsort(seconds[index], kind="stable")]
             if self.distinct:
-                index = index[np.sort(np.unique(lanes[which[index]], return_index=True)[1])]
-            merged = sorted([*best, *rows(index[: self.top])], key=lambda row: row.seconds)
-            best[:] = (
-                first_per_sizes(merged, lambda row: row.topology[0]) if self.distinct else merged
-            )[: self.top]
+                index = index[np.sort(np.unique(lanes[index], return_index=True)[1])]
+            ranked = sorted([*best, *rows(index[: self.top])], key=lambda row: row.seconds)
+            if self.distinct:
+                ranked = first_per_sizes(ranked, lambda row: row.topology[0])
+            return ranked[: self.top]
+
+        is_risky = probability[fits] > RISKY
+        self.safe = merged(self.safe, ~is_risky)
+        self.risky = merged(self.risky, is_risky)
         # what a row of another block beats leaves at the end, in pareto()
-        calm = np.flatnonzero(~danger)
-        self.front += rows(calm[front_of(seconds[calm], memory[calm])])
+        safe = np.flatnonzero(~is_risky)
+        self.front += rows(safe[front_of(seconds[safe], memory[safe])])
 
     def run(self) -> SearchResult:
         """All topologies, some thousands at a time; what no rule refuses is predicted."""
         able = [sizes for sizes in self.space.sizes() if len(self.batches(sizes[2])[0])]
-        found, rows = list[Block](), 0
-        for block in (
-            block for sizes in progress(able, "search", "size") for block in self.blocks(sizes)
-        ):
-            found.append(block)
-            rows += len(block.mbs)
-            if rows > 1 << 14:  # 128 KiB a column, which stays in the cache
-                self.predict(found)
-                found, rows = [], 0
-        if found:
-            self.predict(found)
+        together = list[Block]()
+        count = 0
+        for sizes in progress(able, "search", "size"):
+            for block in self.blocks(sizes):
+                together.append(block)
+                count += len(block.mbs)
+                if count > TOGETHER:
+                    self.predict(together)
+                    together = []
+                    count = 0
+        if together:
+            self.predict(together)
         return SearchResult(
             space=self.space,
             candidates=tuple(self.candidates(self.safe)),
@@ -202,70 +224,68 @@ class _Search:
             runnable=self.runnable,
             refused_by_rule={rule: count for rule, count in self.refused.most_common() if count},
             front=self.pareto,
-            cures=self.cures,
+            find_cure=self.cure,
         )
 
-    def cures(self) -> list[str]:
-        """Up to three changes, as options, that let some topology run without risk; GPUs where
-        nothing else does.
+    def tries(self) -> Iterator[tuple[tuple[str, ...], dict[str, Any]]]:
+        """Changes of the space, the smallest first, and the names of what they change: a pin less,
+        no pin, a batch that divides, another engine, more GPUs.
         """
-        s, found = (
-            dataclasses.replace(self.space, gpus=self.space.gpus[:1], gbs=self.space.gbs[-1:]),
-            list[str](),
-        )
-        n, pins = s.gpus[0], dict(s.pins)
-        tries: list[tuple[list[str], dict[str, Any]]]
-        tries = [
-            ([name], {"pins": {k: pin for k, pin in pins.items() if k != name}}) for name in pins
-        ]
-        tries += [([*pins], {"pins": {}}), (["gbs"], {"gbs": (max(1, round(s.gbs[0] / n)) * n,)})]
-        tries += [(["engine"], {"engine": engine}) for engine in ENGINES if engine != s.engine]
-        counts = [
-            1 << n.bit_length() - 1,
-            *(n << k for k in range(1, 20) if n << k <= self.cluster.max_gpus),
-        ]
-        free = {name: pin for name, pin in pins.items() if name not in SIZES}
-        tries += [
-            (["gpus", *(pins.keys() - free)], {"gpus": (count,), "pins": free}) for count in counts
-        ]
-        for names, change in tries:
-            if len(found) == 3 or (found and "gpus" in names):
-                break
-            with contextlib.suppress(ValueError):
-                space = dataclasses.replace(s, **change)
-                for c in search_space(
-                    self.shape, self.cluster, space, self.calibration, top=1
-                ).candidates:
+        pins = dict(self.space.pins)
+        gpus = self.space.gpus[0]
+        for pin in pins:
+            yield (pin,), {"pins": {name: pins[name] for name in pins if name != pin}}
+        yield tuple(pins), {"pins": {}}
+        yield ("gbs",), {"gbs": (max(1, round(self.space.gbs[-1] / gpus)) * gpus,)}
+        for engine in ENGINES:
+            if engine != self.space.engine:
+                yield ("engine",), {"engine": engine}
+        free = {name: pins[name] for name in pins if name not in SIZES}
+        count = 1 << gpus.bit_length() - 1  # the power of two below
+        names = ("gpus", *(name for name in SIZES if name in pins))
+        yield names, {"gpus": (count,), "pins": free}
+        while 2 * gpus <= self.cluster.max_gpus:
+            gpus *= 2
+            yield names, {"gpus": (gpus,), "pins": free}
+
+    def cure(self) -> str:
+        """A change, as options, that lets some topology run without risk; "" where none is near."""
+        pins = self.space.pins
+        first = {"gpus": self.space.gpus[:1], "gbs": self.space.gbs[-1:]}
+        for names, change in self.tries():
+            with contextlib.suppress(ValueError):  # no such space
+                space = dataclasses.replace(self.space, **{**first, **change})
+                result = search_space(self.shape, self.cluster, space, self.calibration, top=1)
+                for c in result.candidates:
                     values = {**vars(c.topology), "engine": c.plan.engine, "gpus": c.topology.gpus}
                     new = [name for name in names if values[name] not in pins.get(name, ())]
-                    found.append(
-                        " ".join(f"--{name.replace('_', '-')} {word(values[name])}" for name in new)
-                    )
-        return [*dict.fromkeys(found)]
+                    options = [f"--{name.replace('_', '-')} {word(values[name])}" for name in new]
+                    return " ".join(options)
+        return ""
 
     def pareto(self) -> list[Candidate]:
-        seconds, memory = (
-            np.array([getattr(row, name) for row in self.front]) for name in ("seconds", "memory")
-        )
+        seconds = np.array([row.seconds for row in self.front])
+        memory = np.array([row.memory for row in self.front])
         return self.candidates(self.front[i] for i in front_of(seconds, memory))
 
     def candidates(self, rows: Iterable[Row]) -> list[Candidate]:
         """Each row as a plan, predicted in full."""
-        several, result = len(self.space.gbs) > 1, []
+        found = []
         for row in rows:
             t = topology_of(self.space, *row.topology)
-            label = (
-                label_of(self.shape, self.cluster, t, self.space.engine) + f"-gbs{t.gbs}" * several
+            label = label_of(self.shape, self.cluster, t, self.space.engine)
+            if len(self.space.gbs) > 1:
+                label += f"-gbs{t.gbs}"
+            plan = Plan(
+                label=label,
+                topology=t,
+                shape=self.shape,
+                cluster=self.cluster,
+                engine=self.space.engine,
+                calibration=self.kept,
             )
-            made: dict[str, Any] = {
-                "shape": self.shape,
-                "cluster": self.cluster,
-                "engine": self.space.engine,
-            }
-            made["calibration"] = self.kept
-            plan = Plan(label=label, topology=t, **made)
-            result.append(Candidate(plan=plan, prediction=predict(plan, self.calibration)))
-        return result
+            found.append(Candidate(plan=plan, prediction=predict(plan, self.calibration)))
+        return found
 
 
 def search_space(
@@ -280,7 +300,7 @@ def search_space(
     require_integer("top", top, 1)
     cluster.gpu.flops_per_s(space.fixed.precision)
     known = calibration or calibration_for(cluster)
-    return _Search(shape, cluster, space, known, top=top, distinct=distinct).run()
+    return _Search(shape, cluster, space, known, top, distinct).run()
 
 
 def search(

@@ -21,6 +21,7 @@ from trilane.utils.validation import require
 # by less than 3 %, 14 are predicted in the wrong order (27 %); of 63 that differ by 3 to 10 % 5, of
 # 61 further apart one.
 TIE = 0.03
+RISKY_KEPT = 12  # risky plans that 02_topology hands on
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +43,7 @@ class Candidate(Record):
         """The plan as plan.json has it, with its id, its prediction and the constants that made it."""
         return {"id": self.plan.id, **self.plan.to_json(), **self.prediction.beside()}
 
-    def as_text(self) -> str:
+    def summary(self) -> str:
         """Seconds with their interval, memory, P(OOM), batch, id and label in one line."""
         p = self.prediction
         seconds = f"{p.sec_per_it:9.3f} s ({p.sec_lo:.3f}-{p.sec_hi:.3f})"
@@ -52,24 +53,26 @@ class Candidate(Record):
 
 def plan_columns(plan: Plan, prediction: Prediction) -> dict[str, Any]:
     """A predicted plan as a row of a frame: each choice, its numbers, the sizes of its model."""
-    t, s = plan.topology, plan.shape
-    sizes = (
-        "num_layers",
-        "hidden_size",
-        "num_attention_heads",
-        "kv_heads",
-        "ffn",
-        "seq_length",
-        "vocab_size",
-    )
-    names = {
+    t = plan.topology
+    s = plan.shape
+    return {
         "id": plan.id,
         "label": plan.label,
         "engine": plan.engine,
         "cluster": plan.cluster.name,
+        **vars(t),
+        "gpus": t.gpus,
+        "microbatches": t.microbatches,
+        **prediction.numbers,
+        "num_layers": s.num_layers,
+        "hidden_size": s.hidden_size,
+        "num_attention_heads": s.num_attention_heads,
+        "kv_heads": s.kv_heads,
+        "ffn": s.ffn,
+        "seq_length": s.seq_length,
+        "vocab_size": s.vocab_size,
+        "parameters": s.parameters,
     }
-    choices = {**vars(t), "gpus": t.gpus, "microbatches": t.microbatches}
-    return names | choices | prediction.numbers | {n: getattr(s, n) for n in (*sizes, "parameters")}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,9 +99,11 @@ def ranks(seconds: Sequence[float]) -> list[int]:
     TIE.
     """
     found: list[int] = []
-    for number, own in enumerate(seconds, start=1):
-        ties = found and seconds[found[-1] - 1] >= (1 - TIE) * own
-        found.append(found[-1] if ties else number)
+    first = 0  # of those that share a rank
+    for number, own in enumerate(seconds):
+        if seconds[first] < (1 - TIE) * own:
+            first = number
+        found.append(first + 1)
     return found
 
 
@@ -109,10 +114,10 @@ def sizes_of(candidate: Candidate) -> ParallelSizes:
 
 def first_per_sizes(rows: Iterable[T], sizes: Callable[[T], ParallelSizes]) -> list[T]:
     """The first row of each tp x pp x dp, in their order."""
-    found: dict[ParallelSizes, T] = {}
+    first: dict[ParallelSizes, T] = {}
     for row in rows:
-        found.setdefault(sizes(row), row)
-    return [*found.values()]
+        first.setdefault(sizes(row), row)
+    return list(first.values())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,7 +126,7 @@ class SearchResult(Table):
 
     candidates   may run out of memory in one run of ten at most; `risky` ones more often: listed apart, best first too
     front        makes `pareto`, each of whose plans takes a full prediction
-    cures        tries what would let a topology run, as options
+    find_cure    tries what would let a topology run, as options
     """
 
     shown = Candidates.shown
@@ -131,7 +136,7 @@ class SearchResult(Table):
     runnable: int
     refused_by_rule: dict[str, int]
     front: Callable[[], list[Candidate]] = field(repr=False, compare=False)
-    cures: Callable[[], list[str]] = field(repr=False, compare=False)
+    find_cure: Callable[[], str] = field(repr=False, compare=False)
 
     @cached_property
     def pareto(self) -> tuple[Candidate, ...]:
@@ -148,7 +153,7 @@ class SearchResult(Table):
     @property
     def cure(self) -> str:
         """What would let some topology run without risk; of a search without candidates."""
-        return f"what would run: {', or '.join(self.cures()) or 'nothing near it: a smaller model, or a larger card'}"
+        return f"what would run: {self.find_cure() or 'a smaller model, or a larger card'}"
 
     def best_per_sizes(self, count: int, risky: bool = False) -> Candidates:
         """The `count` best candidates that differ in tp, pp or dp, or the `risky` ones."""
@@ -157,12 +162,11 @@ class SearchResult(Table):
 
     def best(self, count: int) -> Candidates:
         """As best_per_sizes(); ValueError where no plan is safe to start."""
-        rules = list(self.refused_by_rule)[:1] or ["no dp and microbatch divide the batch"]
-        risk = f"; {len(self.risky)} may run out of memory" if self.risky else ""
-        gpus, why = ",".join(map(str, self.space.gpus)), f"no topology can run; {rules[0]}{risk}"
-        require(
-            bool(self.candidates), "gpus", gpus, why if self.candidates else f"{why}; {self.cure}"
-        )
+        if not self.candidates:
+            rule = next(iter(self.refused_by_rule), "no dp and microbatch divide the batch")
+            risk = f"{len(self.risky)} may run out of memory"
+            rule = f"no topology can run; {rule}; {risk}; {self.cure}"
+            require(False, "gpus", ",".join(map(str, self.space.gpus)), rule)
         return self.best_per_sizes(count)
 
     def to_frame(self) -> DataFrame:
@@ -172,56 +176,40 @@ class SearchResult(Table):
     @property
     def predicted_only(self) -> str | None:
         """Why no engine here can train these plans, by the best of them; None where one can."""
-        return next((untrainable_reason(c.topology) for c in (*self.candidates, *self.risky)), None)
+        for c in (*self.candidates, *self.risky):
+            return untrainable_reason(c.topology)
+        return None
 
     def refusals(self) -> tables.Columns:
         """How many topologies each rule refuses."""
         return tables.Columns.of_rows(("rule", "topologies"), [*self.refused_by_rule.items()])
 
-    def finding(self) -> Text:
-        """The fastest plan with its interval, memory and risk, and the fastest that may be
-        recommended.
-        """
-        (first,), safe = (
-            self.best(1).rows,
-            [c for c in self.candidates if c.prediction.oom_probability <= SAFE],
-        )
-        p = first.prediction
-        seconds, gib = with_bounds(p.sec_per_it, p.sec_lo, p.sec_hi), p.memory_bytes / 2**30
-        what = "Of {:,} topologies that can run the fastest is {:code} ({}): **{} s** an iteration, **{:.3g} GiB**, "
-        words = [Text.of(what, self.runnable, first.label, first.plan.id, seconds, gib)]
-        words += [Text.of("out of memory with a probability of **{}**.", chance(p.oom_probability))]
-        if p.oom_probability > SAFE:
-            words += [
-                Text.of(
-                    " `08_decision` recommends none above {}; the fastest that it may: ",
-                    chance(SAFE),
-                )
-            ]
-            others = [
-                (c.label, c.plan.id, 100 * (c.prediction.sec_per_it / p.sec_per_it - 1))
-                for c in safe[:1]
-            ]
-            words += [Text.of("{:code} ({}), {:.1f} % slower.", *other) for other in others] or [
-                Text("none.")
-            ]
-        return Text.joined("", words)
-
     def summary(self) -> Text:
-        """How many topologies there are, how many can run, and what was held fixed."""
-        only = (
-            Text.of(" Predicted only: {}.", self.predicted_only) if self.predicted_only else Text()
+        """The fastest plan with its interval, memory and risk; how many topologies there are, how
+        many can run, and what was held fixed.
+        """
+        if not self.candidates:
+            return Text.of("None of **{:,}** topologies can run.", self.evaluated)
+        first = self.candidates[0]
+        p = first.prediction
+        text = Text.of(
+            "Of **{:,}** topologies **{:,}** can run. The fastest is {:code} ({}): **{} s** an "
+            "iteration, **{:.3g} GiB**, out of memory with a probability of **{}**. "
+            "Held fixed: {}.",
+            self.evaluated,
+            self.runnable,
+            first.label,
+            first.plan.id,
+            with_bounds(p.sec_per_it, p.sec_lo, p.sec_hi),
+            p.memory_bytes / 2**30,
+            chance(p.oom_probability),
+            self.space.held_fixed,
         )
-        return Text.of(
-            "**{:,}** topologies: **{:,}** can run, **{:,}** are refused. Held fixed: {}.{}",
-            *(
-                self.evaluated,
-                self.runnable,
-                self.evaluated - self.runnable,
-                self.space.held_fixed,
-                only,
-            ),
-        )
+        if p.oom_probability > SAFE:
+            text = Text.of("{} `08_decision` recommends none above {}.", text, chance(SAFE))
+        if self.predicted_only:
+            text = Text.of("{} Predicted only: {}.", text, self.predicted_only)
+        return text
 
     def as_text(self) -> str:
         """How many topologies can run, why the others cannot, what was not varied, and a line for
@@ -229,33 +217,33 @@ class SearchResult(Table):
         """
         lines = [f"{self.evaluated} topologies, {self.runnable} can run"]
         lines += [f"{count:>12} refused: {rule}" for rule, count in self.refused_by_rule.items()]
-        lines += [f"predicted only: {self.predicted_only}"] if self.predicted_only else []
-        lines += [f"held fixed: {self.space.held_fixed}"]
-        lines += [
-            f"the best of them: {c.prediction.support.words}"
-            for c in (*self.candidates, *self.risky)[:1]
-        ]
-        lines += map(Candidate.as_text, self.candidates) if self.candidates else [self.cure]
-        lines += [
-            f"apart, because these may run out of memory (P above {100 * RISKY:g} %):"
-        ] * bool(self.risky)
-        lines += map(Candidate.as_text, self.risky)
+        if self.predicted_only:
+            lines.append(f"predicted only: {self.predicted_only}")
+        lines.append(f"held fixed: {self.space.held_fixed}")
+        for c in (*self.candidates, *self.risky)[:1]:
+            lines.append(f"the best of them: {c.prediction.support.words}")
+        lines += [c.summary() for c in self.candidates]
+        if not self.candidates:
+            lines.append(self.cure)
+        if self.risky:
+            lines.append(f"apart, because these may run out of memory (P above {RISKY:.0%}):")
+            lines += [c.summary() for c in self.risky]
         return "\n".join(lines)
 
-    def listing(self) -> dict[str, Any]:
-        """All plans as JSON, those that may run out of memory apart."""
-        plans, risky = ([c.to_json() for c in rows] for rows in (self.candidates, self.risky))
-        counts: dict[str, Any] = {"evaluated": self.evaluated, "refused": self.refused_by_rule}
-        counts |= {"held_fixed": self.space.held_fixed}
-        counts |= {} if plans else {"cure": self.cure}
-        return {**counts, "predicted_only": self.predicted_only, "plans": plans, "risky": risky}
-
-    def to_json(self, keep: int) -> dict[str, Any]:  # type: ignore[override]
-        """What 02_topology hands on: the best plans that differ in tp, pp or dp, the risky, what
-        was fixed.
+    def to_json(self, keep: int = 0) -> dict[str, Any]:
+        """All plans as JSON, those that may run out of memory apart, and how many are refused; of
+        `keep` plans, which 02_topology hands on, those that differ in tp, pp or dp.
         """
-        return {
-            "plans": [c.to_json() for c in self.best_per_sizes(keep).rows],
-            "risky": [c.to_json() for c in self.best_per_sizes(12, risky=True).rows],
+        plans = self.best_per_sizes(keep).rows if keep else self.candidates
+        risky = self.best_per_sizes(RISKY_KEPT, risky=True).rows if keep else self.risky
+        values: dict[str, Any] = {
+            "evaluated": self.evaluated,
+            "refused": self.refused_by_rule,
             "held_fixed": self.space.held_fixed,
+            "predicted_only": self.predicted_only,
+            "plans": [c.to_json() for c in plans],
+            "risky": [c.to_json() for c in risky],
         }
+        if not plans:
+            values["cure"] = self.cure
+        return values

@@ -3,11 +3,10 @@ follow from it.
 """
 
 import dataclasses
+import math
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
-
-import numpy as np
 
 from trilane.config.cluster import Cluster
 from trilane.config.engines import ENGINES
@@ -23,6 +22,24 @@ ANY = "any"  # engine
 # NVIDIA, 'Matrix multiplication background', tile quantization; the prequel: nhidden % 128 = 0
 TILE = 128
 MOST = 1e14  # parameters: a hundred times what has been trained
+
+
+# Published ratios of hidden size to layers: the prequel's table has 109 to 195 (530B) above 100B, and
+# 204 in what it trained; below 20B they are narrower: 64 (GPT-2, 12 x 768) to 128 (GPT-3 13B, 40 x
+# 5140; arXiv:2005.14165, table 2.1)
+LARGE = 20e9
+LARGE_RATIOS = (100.0, 250.0)
+SMALL_RATIOS = (48.0, 160.0)
+MOST_WIDTHS = 10
+# Llama 3 (arXiv:2407.21783, table 3): 8 key-value heads, an MLP of 3.5 h at 8B and 70B; its
+# predecessors without shared heads had 8/3 h (arXiv:2302.13971, section 2.2)
+LLAMA = {
+    "activation": "swiglu",
+    "normalization": "rmsnorm",
+    "positions": "rotary",
+    "biases": "none",
+    "tied_embeddings": False,
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,50 +59,37 @@ class Kind:
 
     def shape(self, hidden: int, heads: int, **sizes: int) -> ModelShape:
         """One layer of this kind; `sizes` are seq_length and vocab_size."""
-        shared = (
-            self.kv_heads
-            if heads > self.kv_heads and self.kv_heads and heads % self.kv_heads == 0
-            else None
-        )
-        wide = (self.ffn if shared or not self.kv_heads else self.ffn_alone) * hidden
-        step = TILE * (8 if wide >= 64 * TILE else 2)  # large ones are cut by up to 8 GPUs
-        ffn = max(int(np.ceil(wide / step)) * step, hidden) if wide else None
-        rest: dict[str, Any] = {
-            "num_key_value_heads": shared,
-            "ffn_hidden_size": ffn,
-            **self.fields,
-            **sizes,
-        }
-        return ModelShape(num_layers=1, hidden_size=hidden, num_attention_heads=heads, **rest)
+        shared = None
+        if self.kv_heads and heads > self.kv_heads and heads % self.kv_heads == 0:
+            shared = self.kv_heads
+        ratio = self.ffn_alone if self.kv_heads and shared is None else self.ffn
+        ffn = None
+        if ratio:
+            # large ones are cut by up to 8 GPUs
+            step = 8 * TILE if ratio * hidden >= 64 * TILE else 2 * TILE
+            ffn = max(math.ceil(ratio * hidden / step) * step, hidden)
+        given = {"num_key_value_heads": shared, "ffn_hidden_size": ffn, **self.fields, **sizes}
+        return ModelShape(num_layers=1, hidden_size=hidden, num_attention_heads=heads, **given)
+
+
+KINDS = {
+    "gpt2": Kind(),
+    "bloom": Kind(fields={"positions": "alibi", "embedding_layernorm": True}),
+    "llama": Kind(fields=LLAMA, kv_heads=8, ffn=3.5, ffn_alone=8 / 3),
+}
 
 
 def kind_of(like: str, seq_length: int) -> Kind:
     """The kind of that name, or that of the model in a JSON file (a shape, or a config.json), its
     ratios kept.
     """
-    # Llama 3 (arXiv:2407.21783, table 3): 8 key-value heads, an MLP of 3.5 h at 8B and 70B; its
-    # predecessors without shared heads had 8/3 h (arXiv:2302.13971, section 2.2)
-    llama = {
-        "activation": "swiglu",
-        "normalization": "rmsnorm",
-        "positions": "rotary",
-        "biases": "none",
-    }
-    kinds = {
-        "gpt2": Kind(),
-        "bloom": Kind(fields={"positions": "alibi", "embedding_layernorm": True}),
-        "llama": Kind(
-            fields={**llama, "tied_embeddings": False}, kv_heads=8, ffn=3.5, ffn_alone=8 / 3
-        ),
-    }
     if not like.endswith(".json"):
-        require_known("like", like, kinds)
-        return kinds[like]
+        require_known("like", like, KINDS)
+        return KINDS[like]
     shape = read_shape(like, seq_length=seq_length).shape
-    ratio = shape.ffn / shape.hidden_size if shape.ffn_hidden_size or shape.is_gated else 0.0
-    fields = {
-        name: getattr(shape, name) for name in (*llama, "tied_embeddings", "embedding_layernorm")
-    }
+    fields = {name: getattr(shape, name) for name in (*LLAMA, "embedding_layernorm")}
+    has_width = shape.ffn_hidden_size or shape.is_gated
+    ratio = shape.ffn / shape.hidden_size if has_width else 0.0
     return Kind(fields=fields, kv_heads=shape.num_key_value_heads or 0, ffn=ratio, ffn_alone=ratio)
 
 
@@ -127,21 +131,21 @@ class SizeRequest(Record):
         check(self)
         if isinstance(self.calibration, str):
             object.__setattr__(self, "calibration", calibration_for(self.cluster, self.calibration))
-        if isinstance(self.tokens, str) and not self.tokens.endswith("x"):
-            object.__setattr__(self, "tokens", parse_count("tokens", self.tokens))
-        elif not isinstance(self.tokens, str):
+        if isinstance(self.tokens, str):
+            if not self.tokens.endswith("x"):
+                object.__setattr__(self, "tokens", parse_count("tokens", self.tokens))
+        else:
             require_positive("tokens", self.tokens)
         require_positive("params", self.parameters)
-        require(
-            self.parameters <= MOST, "params", f"{self.parameters:g}", f"must be at most {MOST:g}"
-        )
-        rule = f"{self.cluster.name} has {self.cluster.max_gpus}"
-        require(self.gpus <= self.cluster.max_gpus, "gpus", self.gpus, rule)
+        params = f"{self.parameters:g}"
+        require(self.parameters <= MOST, "params", params, f"must be at most {MOST:g}")
+        most = self.cluster.max_gpus
+        require(self.gpus <= most, "gpus", self.gpus, f"{self.cluster.name} has {most}")
         iteration = self.gbs * self.seq_length
         rule = f"one iteration takes gbs x seq_length = {iteration}"
         require(self.tokens_of(self.parameters) >= iteration, "tokens", self.tokens, rule)
-        rule = f"at every usual width an embedding of {self.vocabulary} tokens nearly reaches that size; ask for more"
-        require(bool(self.widths()), "params", f"{self.parameters:g}", rule)
+        rule = f"an embedding of {self.vocabulary} tokens nearly reaches that size; ask for more"
+        require(bool(self.widths()), "params", params, rule)
 
     @property
     def engines(self) -> tuple[str, ...]:
@@ -150,20 +154,16 @@ class SizeRequest(Record):
 
     def tokens_of(self, parameters: float) -> float:
         """Tokens to train so many parameters on."""
-        return (
-            parse_count("tokens", self.tokens[:-1]) * parameters
-            if isinstance(self.tokens, str)
-            else self.tokens
-        )
+        if isinstance(self.tokens, str):
+            return parse_count("tokens", self.tokens[:-1]) * parameters
+        return self.tokens
 
     @property
     def tokens_text(self) -> str:
         """The tokens in words."""
-        return (
-            f"{self.tokens[:-1]} a parameter"
-            if isinstance(self.tokens, str)
-            else f"{self.tokens / 1e9:g} B"
-        )
+        if isinstance(self.tokens, str):
+            return f"{self.tokens[:-1]} a parameter"
+        return f"{self.tokens / 1e9:g} B"
 
     @property
     def vocab_size(self) -> int:
@@ -174,9 +174,8 @@ class SizeRequest(Record):
 
     def to_json(self) -> dict[str, Any]:
         """What is asked, the cluster by its name."""
-        asked = {
-            name: value for name, value in vars(self).items() if name not in ("calibration", "kind")
-        }
+        asked = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        del asked["calibration"]
         return {**asked, "cluster": self.cluster.name, "vocab_size": self.vocab_size}
 
     @cached_property
@@ -188,48 +187,49 @@ class SizeRequest(Record):
         """One layer of that width, its heads nearest to a head size of 128; None where no number of
         heads fits.
         """
-        heads = usable_heads(hidden, min(self.cluster.gpus_per_node, self.gpus)) or usable_heads(
-            hidden, 1
-        )
-        sizes = {"vocab_size": self.vocab_size, "seq_length": self.seq_length}
-        return self.kind.shape(hidden, heads[0], **sizes) if heads else None
+        node = min(self.cluster.gpus_per_node, self.gpus)
+        heads = usable_heads(hidden, node) or usable_heads(hidden, 1)
+        if not heads:
+            return None
+        vocab_size = self.vocab_size
+        return self.kind.shape(hidden, heads[0], vocab_size=vocab_size, seq_length=self.seq_length)
 
     def widths(self) -> list[int]:
         """Hidden sizes between the published ratios, at most ten: multiples of 64, 128, 256, 512,
         ...
         """
-        # hidden / layers: the prequel's table has 109 to 195 (530B) above 100B, and 204 in what it
-        # trained; below 20B they are narrower: 64 (GPT-2, 12 x 768) to 128 (GPT-3 13B, 40 x 5140;
-        # arXiv:2005.14165, table 2.1)
-        low, high = (100.0, 250.0) if self.parameters >= 20e9 else (48.0, 160.0)
-        highest = (self.parameters * high / 12) ** (
-            1 / 3
-        )  # all parameters in layers of that ratio, of 12 h^2
+        low, high = LARGE_RATIOS if self.parameters >= LARGE else SMALL_RATIOS
+        # all parameters in layers of that ratio, of 12 h^2
+        highest = (self.parameters * high / 12) ** (1 / 3)
         step = TILE if highest > 8 * TILE else TILE // 2
-        found = []
-        for h in range(step, int(highest) + 1, step):
-            if one := self.layer(h):
-                embeddings = one.embedding_parameters * (1 if one.tied_embeddings else 2)
-                layers = (self.parameters - embeddings) / one.layer_weights
-                found += [h] if layers >= 1 and low <= h / layers <= high else []
-        while len(found) > 10:
+        widths = []
+        for hidden in range(step, int(highest) + 1, step):
+            layer = self.layer(hidden)
+            if layer is None:
+                continue
+            embeddings = layer.embedding_parameters * (1 if layer.tied_embeddings else 2)
+            layers = (self.parameters - embeddings) / layer.layer_weights
+            if layers >= 1 and low <= hidden / layers <= high:
+                widths.append(hidden)
+        while len(widths) > MOST_WIDTHS:
             step *= 2
-            found = [h for h in found if h % step == 0]
-        return found
+            widths = [hidden for hidden in widths if hidden % step == 0]
+        return widths
 
     def shapes(self) -> list[ModelShape]:
         """Every depth of every width within the tolerance, or the nearest where no depth comes so
         near (few layers).
         """
-        found = []
-        for one in filter(None, map(self.layer, self.widths())):
-            exact = (self.parameters - one.parameters) / one.layer_parameters + 1
-            margin = self.tolerance * self.parameters / one.layer_parameters
-            depths = range(max(1, int(np.ceil(exact - margin))), int(np.floor(exact + margin)) + 1)
-            found += [
-                dataclasses.replace(one, num_layers=n) for n in depths or [max(1, round(exact))]
-            ]
-        return found
+        shapes = []
+        for hidden in self.widths():
+            layer = self.layer(hidden)
+            assert layer is not None
+            exact = (self.parameters - layer.parameters) / layer.layer_parameters + 1
+            margin = self.tolerance * self.parameters / layer.layer_parameters
+            depths = range(max(1, math.ceil(exact - margin)), math.floor(exact + margin) + 1)
+            for depth in depths or [max(1, round(exact))]:
+                shapes.append(dataclasses.replace(layer, num_layers=depth))
+        return shapes
 
 
 def usable_heads(hidden: int, most_tp: int) -> list[int]:
@@ -239,9 +239,8 @@ def usable_heads(hidden: int, most_tp: int) -> list[int]:
     The one whose head size is nearest to 128 comes first. Published are sizes up to 224 (the
     prequel's 14336 / 64).
     """
-    counts = (
-        a
-        for a in range(most_tp, hidden // 64 + 1, most_tp)
-        if hidden % (8 * a) == 0 and hidden // a <= 256
-    )
-    return sorted(counts, key=lambda a: (abs(hidden // a - 128), a))
+    counts = []
+    for heads in range(most_tp, hidden // 64 + 1, most_tp):
+        if hidden % (8 * heads) == 0 and hidden // heads <= 256:
+            counts.append(heads)
+    return sorted(counts, key=lambda heads: (abs(hidden // heads - 128), heads))

@@ -14,7 +14,7 @@ from trilane.config.model import ModelShape, padded_vocab_size
 from trilane.config.parallelism import Topology, invalid_reason
 from trilane.config.plan import Plan
 from trilane.costmodel.predict import RISKY, Prediction, predict
-from trilane.planning.search import MEMORY_RULE, search
+from trilane.planning.search import search
 from trilane.planning.search_result import (
     Candidate,
     Candidates,
@@ -24,10 +24,13 @@ from trilane.planning.search_result import (
     sizes_of,
 )
 from trilane.planning.size_request import TILE, SizeRequest, usable_heads
-from trilane.utils.numbers import size_text, with_bounds, with_interval
-from trilane.utils.tables import Columns, DataFrame, Record, Table, Text, frame_of
+from trilane.utils.numbers import amount, size_text, with_bounds, with_interval
+from trilane.utils.tables import Columns, DataFrame, Record, Table, Text, displayed
 from trilane.utils.validation import require, require_known, to_mapping
 from trilane.workspace.study import load_cluster
+
+SHOWN = 12  # shapes in a table
+HALF_A_LAYER = 0.5  # from which size on an embedding should count as a layer: our choice
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,9 +62,11 @@ class Proposal(Record):
     @property
     def tflops(self) -> tuple[float, float, float]:
         """TFLOP/s a GPU (Narayanan's formula), predicted, lowest and highest of the 90 % interval."""
-        flops = self.shape.flops_per_iteration(self.topology.gbs, self.topology.recompute == "full")
-        p, gpus = self.prediction, self.topology.gpus * 1e12
-        return flops / p.sec_per_it / gpus, flops / p.sec_hi / gpus, flops / p.sec_lo / gpus
+        t = self.topology
+        p = self.prediction
+        flops = self.shape.flops_per_iteration(t.gbs, t.recompute == "full")
+        rates = [flops / s / (t.gpus * 1e12) for s in (p.sec_per_it, p.sec_hi, p.sec_lo)]
+        return rates[0], rates[1], rates[2]
 
     @property
     def days(self) -> float:
@@ -84,42 +89,49 @@ class Proposal(Record):
 
     def columns(self, best: "Proposal") -> dict[str, Any]:
         """As a row of a frame."""
-        rates = dict(zip(("tflops", "tflops_lo", "tflops_hi"), self.tflops, strict=True))
-        sums = {
+        tflops, low, high = self.tflops
+        return {
+            **plan_columns(self.plan, self.prediction),
+            "tflops": tflops,
+            "tflops_lo": low,
+            "tflops_hi": high,
             "hidden_per_layer": self.ratio,
             "tokens": self.tokens,
             "days": self.days,
             "gpu_hours": self.gpu_hours,
+            "cost_over_best": self.cost / best.cost - 1,
         }
-        costs = {"cost_over_best": self.cost / best.cost - 1}
-        return plan_columns(self.plan, self.prediction) | rates | sums | costs
 
     def to_json(self, best: "Proposal") -> dict[str, Any]:  # type: ignore[override]
         """One candidate. `cost_beside_best` is `cost` over that of `best`: 1.05 costs 5 % more."""
-        p, s = self.prediction, self.shape
-        values: dict[str, Any] = {
+        p = self.prediction
+        s = self.shape
+        tflops, low, high = self.tflops
+        return {
             "layers": s.num_layers,
             "hidden": s.hidden_size,
             "heads": s.num_attention_heads,
-        }
-        values |= {"params": s.parameters, "ratio": round(self.ratio, 1)}
-        values |= {name: getattr(s, name) for name in ("kv_heads", "ffn", "kind", "head_dim")}
-        values |= {name: to_mapping(getattr(self, name)) for name in ("shape", "topology")}
-        values |= {
+            "params": s.parameters,
+            "ratio": round(self.ratio, 1),
+            "kv_heads": s.kv_heads,
+            "ffn": s.ffn,
+            "kind": s.kind,
+            "head_dim": s.head_dim,
+            "shape": to_mapping(s),
+            "topology": to_mapping(self.topology),
             "id": self.plan.id,
             "label": self.plan.label,
             "sec_interval": [p.sec_lo, p.sec_hi],
-        }
-        values |= {
-            name: getattr(p, name) for name in ("sec_per_it", "memory_bytes", "oom_probability")
-        }
-        values |= {
-            "tflops": self.tflops[0],
-            "tflops_interval": list(self.tflops[1:]),
+            "sec_per_it": p.sec_per_it,
+            "memory_bytes": p.memory_bytes,
+            "oom_probability": p.oom_probability,
+            "tflops": tflops,
+            "tflops_interval": [low, high],
             "days": self.days,
+            "gpu_hours": self.gpu_hours,
+            "cost_beside_best": self.cost / best.cost,
+            "notes": list(self.notes),
         }
-        values |= {"gpu_hours": self.gpu_hours}
-        return {**values, "cost_beside_best": self.cost / best.cost, "notes": list(self.notes)}
 
 
 def training_days(shape: ModelShape, topology: Topology, sec_per_it: float, tokens: float) -> float:
@@ -135,6 +147,11 @@ class Proposals(Table):
     refuses.
     """
 
+    most = SHOWN
+    shown = (
+        "num_layers hidden_size num_attention_heads kv_heads ffn parameters hidden_per_layer label "
+        "sec_per_it sec_lo sec_hi tflops memory_gib days cost_over_best"
+    )
     request: SizeRequest
     rows: tuple[Proposal, ...]
     refused: Counter[str] = field(default_factory=Counter)
@@ -143,24 +160,36 @@ class Proposals(Table):
     def best(self) -> Proposal:
         return self.rows[0]
 
-    def finding(self) -> Text:
-        """The best shape: its days with their 90 % interval, and its GPU-hours, with nothing going
-        wrong.
+    @property
+    def rests(self) -> str:
+        """Which measured runs the best shape rests on, and why no engine here can train it, where
+        that is so.
         """
-        r, p = self.request, self.best
-        days, low, high = p.days_interval
-        hours = with_interval(*(24 * r.gpus * n for n in (days, low, high)))[0]
+        text = f"The first of them: {self.best.prediction.support.words}."
+        reason = untrainable_reason(self.best.topology)
+        return f"{text} Predicted only: {reason}." if reason else text
+
+    def summary(self) -> Text:
+        """The best shape: its days with their 90 % interval, and its GPU-hours, with nothing going
+        wrong; and what that rests on.
+        """
+        if not self.rows:
+            return Text("No shape of that size can run.")
+        r = self.request
+        p = self.best
+        hours = with_interval(*(24 * r.gpus * days for days in p.days_interval))[0]
         return Text.of(
-            "Of {} parameters on {} GPUs of {}, the best shape is **{} layers × {:,}**: **{} days** and {} GPU-hours "
-            "for {} tokens, with nothing going wrong.",
-            *(
-                size_text(r.parameters),
-                r.gpus,
-                r.cluster.name,
-                p.shape.num_layers,
-                p.shape.hidden_size,
-            ),
-            *(with_bounds(days, low, high), hours, size_text(p.tokens)),
+            "Of {} parameters on {} GPUs of {}, the best shape is **{} layers × {:,}**: "
+            "**{} days** and {} GPU-hours for {} tokens, with nothing going wrong. {}",
+            size_text(r.parameters),
+            r.gpus,
+            r.cluster.name,
+            p.shape.num_layers,
+            p.shape.hidden_size,
+            with_bounds(*p.days_interval),
+            hours,
+            size_text(p.tokens),
+            self.rests,
         )
 
     def to_frame(self) -> DataFrame:
@@ -172,88 +201,47 @@ class Proposals(Table):
 
         return pd.DataFrame([p.columns(self.best) for p in self.rows])
 
-    def view(self, most: int = 12) -> DataFrame:
-        """The first shapes, with the 90 % interval of their days, and how much more they cost for
-        equal work.
-        """
-        wide = any(p.shape.ffn_hidden_size for p in self.rows[:most])
-        columns: dict[str, Any] = {
-            "layers × hidden": "size",
-            # "32/8" where 32 heads share 8 of keys and values
-            "heads": lambda p: "/".join(
-                map(str, dict.fromkeys((p.shape.num_attention_heads, p.shape.kv_heads)))
-            ),
-            **({"MLP": "shape.ffn"} if wide else {}),
-            "parameters": lambda p: size_text(p.shape.parameters),
-            "hidden / layers": lambda p: round(p.ratio),
-            "plan": "plan.label",
-            "s/it": lambda p: with_interval(
-                p.prediction.sec_per_it, p.prediction.sec_lo, p.prediction.sec_hi
-            )[0],
-            "TFLOP/s a GPU": lambda p: with_interval(*p.tflops)[0],
-            "GiB": lambda p: round(p.prediction.memory_bytes / 2**30, 1),
-            "days (90 % interval)": lambda p: with_bounds(*p.days_interval),
-            "extra cost": lambda p: f"{p.cost / self.best.cost - 1:+.1%}",
-        }
-        return frame_of(self.rows[:most], columns)
-
-    def support_lines(self) -> list[str]:
-        """Which measured runs the best shape rests on, and why no engine here can train it, where
-        that is so.
-        """
-        lines = [f"The first of them: {p.prediction.support.words}." for p in self.rows[:1]]
-        reasons = [untrainable_reason(p.topology) for p in self.rows[:1]]
-        return lines + [f"Predicted only: {reason}." for reason in reasons if reason]
-
-    def support(self) -> Text:
-        """The same for a notebook."""
-        return Text.joined(" ", self.support_lines())
-
     def broken_rules(self) -> Columns | Text:
         """The rules that the best twelve break, a row a shape and rule."""
-        found = [(p.size, note) for p in self.rows[:12] for note in p.notes]
-        return (
-            Columns.of_rows(("shape", "rule"), found)
-            if found
-            else Text("None of these shapes breaks a rule.")
-        )
+        rows = [(p.size, note) for p in self.rows[:SHOWN] for note in p.notes]
+        if not rows:
+            return Text("None of these shapes breaks a rule.")
+        return Columns.of_rows(("shape", "rule"), rows)
 
-    def to_json(self, top: int = 12) -> dict[str, Any]:
+    def to_json(self, top: int = SHOWN) -> dict[str, Any]:
         """The request, the first shapes, and what is refused; bytes, seconds, days, GPU-hours."""
-        found = {
+        return {
             "request": self.request.to_json(),
             "runnable": len(self.rows),
             "refused": dict(self.refused),
+            "candidates": [p.to_json(self.best) for p in self.rows[:top]],
         }
-        return {**found, "candidates": [p.to_json(self.best) for p in self.rows[:top]]}
 
-    def to_text(self, top: int = 12) -> str:
-        """What was asked, the table of the first shapes, their notes; or why there is none."""
-        r, rows = self.request, self.rows[:top]
-        asked = f"{size_text(r.parameters)} parameters, {r.vocab_size} rows of embedding, {r.gpus} GPUs of "
-        lines = [
-            f"{asked}{r.cluster.name}, tokens: {r.tokens_text}; days with nothing going wrong:"
-        ]
-        lines += [self.view(top).to_string(index=False)] if rows else [self.why_none()]
-        lines += [f"{p.size}: {note}" for p in rows for note in (p.shape.kind, *p.notes) if note]
-        return "\n".join([*lines, *self.support_lines()])
+    def as_text(self, top: int = SHOWN) -> str:
+        """What was asked, the table of the first shapes, their notes, and what the first rests on;
+        or why there is none.
+        """
+        r = self.request
+        asked = f"{size_text(r.parameters)} parameters, {r.vocab_size} rows of embedding"
+        asked += f", {r.gpus} GPUs of {r.cluster.name}, tokens: {r.tokens_text}"
+        lines = [f"{asked}; days with nothing going wrong:"]
+        if not self.rows:
+            return "\n".join([*lines, self.why_none()])
+        table = displayed(self.to_frame().head(top), self.shown)
+        lines.append(table.to_string(index=False, float_format=amount))
+        for p in self.rows[:top]:
+            lines += [f"{p.size}: {note}" for note in (p.shape.kind, *p.notes) if note]
+        return "\n".join([*lines, self.rests])
 
     def why_none(self) -> str:
-        """Why no shape can run: memory where that alone refuses some topology, else the commonest
-        rule.
-        """
-        r, refused = self.request, self.refused
-        rules = (
-            [MEMORY_RULE]
-            if MEMORY_RULE in refused
-            else [rule for rule, _ in refused.most_common(1)]
-        )
-        why = "".join(
-            f"{refused[rule]} of {refused.total()} topologies are refused: {rule}" for rule in rules
-        )
-        why = why or "no dp and microbatch divide that batch"
+        """Why no shape can run, by the commonest rule, and what would."""
+        r = self.request
+        why = "no dp and microbatch divide that batch"
+        for rule, count in self.refused.most_common(1):
+            why = f"{count} of {self.refused.total()} topologies are refused: {rule}"
         cure = _searched(r.shapes()[0], r, r.engines[0], 1).cure
-        return f"no shape can run on {r.gpus} GPUs of {r.cluster.name} and a batch of {r.gbs}; {why}; {cure}"
+        where = f"{r.gpus} GPUs of {r.cluster.name} and a batch of {r.gbs}"
+        return f"no shape can run on {where}; {why}; {cure}"
 
 
 def propose_shapes(cluster: Cluster | str, **asked: Any) -> Proposals:
@@ -262,33 +250,38 @@ def propose_shapes(cluster: Cluster | str, **asked: Any) -> Proposals:
 
     propose_shapes(load_cluster("jz-a100-80g"), parameters=200e9, vocabulary=250_880, gpus=384)
     """
-    found = survey(SizeRequest(cluster=load_cluster(cluster), **asked))
-    require(bool(found.rows), "params", f"{found.request.parameters:g}", found.why_none())
-    return found
+    proposals = survey(SizeRequest(cluster=load_cluster(cluster), **asked))
+    if not proposals.rows:
+        require(False, "params", f"{proposals.request.parameters:g}", proposals.why_none())
+    return proposals
 
 
 def survey(request: SizeRequest, shapes: Sequence[ModelShape] | None = None) -> Proposals:
     """A proposal for each of the request's shapes (or of `shapes`) that some topology can run; what
     may well run out of memory comes after the others.
     """
-    refused, found = Counter[str](), list[Proposal]()
+    refused = Counter[str]()
+    proposals = list[Proposal]()
     for shape in request.shapes() if shapes is None else shapes:
         best, rules = fastest(shape, request)
         refused.update(rules)
-        found += [_proposal(c.plan, request) for c in best]
-    found.sort(key=lambda p: (p.prediction.is_risky, p.cost))
-    return Proposals(request=request, rows=tuple(found), refused=refused)
+        proposals += [_proposal(c.plan, request) for c in best]
+    proposals.sort(key=lambda p: (p.prediction.is_risky, p.cost))
+    return Proposals(request=request, rows=tuple(proposals), refused=refused)
 
 
 def _searched(shape: ModelShape, r: SizeRequest, engine: str, top: int) -> SearchResult:
-    given = {
-        "gpus": r.gpus,
-        "gbs": r.gbs,
-        "engine": engine,
-        "calibration": r.calibration,
+    return search(
+        shape,
+        r.cluster,
+        gpus=r.gpus,
+        gbs=r.gbs,
+        engine=engine,
+        calibration=r.calibration,
+        top=top,
+        distinct=True,
         **r.choices,
-    }
-    return search(shape, r.cluster, top=top, distinct=True, **given)
+    )
 
 
 def fastest(
@@ -299,14 +292,15 @@ def fastest(
 
     Where none is safe, those that may run out of memory.
     """
-    refused, found, r = Counter[str](), list[Candidate](), request
-    for engine in r.engines:
-        result = _searched(shape, r, engine, top)
+    refused = Counter[str]()
+    candidates = list[Candidate]()
+    for engine in request.engines:
+        result = _searched(shape, request, engine, top)
         refused.update(result.refused_by_rule)
-        found += result.candidates or result.risky
-    found.sort(key=lambda c: (c.prediction.is_risky, c.prediction.sec_per_it))
-    safe = [c for c in found if not c.prediction.is_risky]
-    return first_per_sizes(safe or found, sizes_of)[:top], refused
+        candidates += result.candidates or result.risky
+    candidates.sort(key=lambda c: (c.prediction.is_risky, c.prediction.sec_per_it))
+    safe = [c for c in candidates if not c.prediction.is_risky]
+    return first_per_sizes(safe or candidates, sizes_of)[:top], refused
 
 
 def _proposal(plan: Plan, request: SizeRequest) -> Proposal:
@@ -315,55 +309,58 @@ def _proposal(plan: Plan, request: SizeRequest) -> Proposal:
 
     Where heads share keys and values, another number of them would be another size of model.
     """
-    r, t, usual = request, plan.topology, predict(plan, request.calibration)
-    counts = (
-        usable_heads(plan.shape.hidden_size, t.tp) if plan.shape.num_key_value_heads is None else []
-    )
-    shapes = [dataclasses.replace(plan.shape, num_attention_heads=heads) for heads in counts]
-    labels = [label_of(shape, plan.cluster, t, plan.engine) for shape in shapes]
-    plans = [
-        dataclasses.replace(plan, shape=s, label=label)
-        for s, label in zip(shapes, labels, strict=True)
-    ]
-    tried = [(predict(it, r.calibration), it) for it in plans]
-    able = [
-        (p, it) for p, it in tried if p.oom_probability <= max(RISKY, usual.oom_probability)
-    ] or [(usual, plan)]
-    rules = [broken_rules(it.shape, t) for _, it in able]
-    best = min(range(len(able)), key=lambda i: (len(rules[i]), able[i][0].sec_per_it))
-    prediction, chosen = able[best]
-    risk = f"may run out of memory (P {100 * prediction.oom_probability:.0f} %)"
-    notes = (*([risk] if prediction.is_risky else []), *rules[best])
+    t = plan.topology
+    prediction = predict(plan, request.calibration)
+    # the number of rules broken and seconds, of each number of heads that is safe enough
+    able = list[tuple[int, float, Plan, Prediction]]()
+    counts = list[int]()
+    if plan.shape.num_key_value_heads is None:
+        counts = usable_heads(plan.shape.hidden_size, t.tp)
+    for heads in counts:
+        shape = dataclasses.replace(plan.shape, num_attention_heads=heads)
+        label = label_of(shape, plan.cluster, t, plan.engine)
+        other = dataclasses.replace(plan, shape=shape, label=label)
+        p = predict(other, request.calibration)
+        if p.oom_probability <= max(RISKY, prediction.oom_probability):
+            able.append((len(broken_rules(shape, t)), p.sec_per_it, other, p))
+    if able:
+        _, _, plan, prediction = min(able, key=lambda tried: tried[:2])
+    notes = broken_rules(plan.shape, t)
+    if prediction.is_risky:
+        notes.insert(0, f"may run out of memory (P {100 * prediction.oom_probability:.0f} %)")
     return Proposal(
-        plan=chosen, prediction=prediction, tokens=r.tokens_of(chosen.shape.parameters), notes=notes
+        plan=plan,
+        prediction=prediction,
+        tokens=request.tokens_of(plan.shape.parameters),
+        notes=tuple(notes),
     )
 
 
 def broken_rules(shape: ModelShape, topology: Topology) -> list[str]:
     """One line for every rule that the shape breaks on that topology; the first may be a refusal."""
-    t, h, ffn = topology, shape.hidden_size, shape.ffn
-    beside = shape.embedding_parameters / shape.layer_parameters
-    notes = {
-        invalid_reason(shape, t): True,
-        f"head_dim={shape.head_dim}: must be a multiple of 8, or attention leaves the tensor cores (33 to 43 % slower "
-        "in the chronicles)": shape.head_dim % 8,
-        f"hidden_size={h}: {h} / tp {t.tp} should be a multiple of the {TILE}-wide tile": (
-            h // t.tp
+    t = topology
+    reason = invalid_reason(shape, t)
+    notes = [reason] if reason else []
+    if shape.head_dim % 8:
+        notes.append(
+            f"head_dim={shape.head_dim}: must be a multiple of 8, or attention leaves the tensor "
+            "cores (33 to 43 % slower in the chronicles)"
         )
-        % TILE
-        or h % TILE,
-        f"ffn_hidden_size={ffn}: {ffn} / tp {t.tp} should be a multiple of the {TILE}-wide tile": ffn
-        != 4 * h
-        and (ffn % TILE or (ffn // t.tp) % TILE),
-        f"num_key_value_heads={shape.kv_heads}: should be a multiple of tp {t.tp}: GPUs use the same, and gather "
-        "them": shape.kv_heads < t.tp,
-        # half of a layer: our choice
-        f"partition=uniform: the embedding is {beside:.1f} layers; count it (type:transformer|embedding)": t.pp
-        > 1
-        and t.partition == "uniform"
-        and beside > 0.5,
-    }
-    return [note for note, is_broken in notes.items() if note and is_broken]
+    widths = {"hidden_size": shape.hidden_size}
+    if shape.ffn != 4 * shape.hidden_size:
+        widths["ffn_hidden_size"] = shape.ffn
+    for name, width in widths.items():
+        if width % TILE or width // t.tp % TILE:
+            rule = f"should be a multiple of the {TILE}-wide tile"
+            notes.append(f"{name}={width}: {width} / tp {t.tp} {rule}")
+    if shape.kv_heads < t.tp:
+        rule = f"should be a multiple of tp {t.tp}: GPUs use the same, and gather them"
+        notes.append(f"num_key_value_heads={shape.kv_heads}: {rule}")
+    layers = shape.embedding_parameters / shape.layer_parameters
+    if t.pp > 1 and t.partition == "uniform" and layers > HALF_A_LAYER:
+        rule = f"the embedding is {layers:.1f} layers; count it (type:transformer|embedding)"
+        notes.append(f"partition=uniform: {rule}")
+    return notes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -378,16 +375,20 @@ class ShapeSurvey(Candidates):
 
     def summary(self) -> Text:
         """The chosen shape in a sentence, and whether it keeps the limit."""
-        s, p = self.best.plan.shape, self.best.prediction
-        what = (
-            "The largest shape under"
-            if p.sec_per_it <= self.limit_s
-            else "The fastest shape; none is under"
-        )
-        name = self.best.plan.cluster.name.replace("local", "this machine")
+        s = self.best.plan.shape
+        p = self.best.prediction
+        what = "The fastest shape; none is under"
+        if p.sec_per_it <= self.limit_s:
+            what = "The largest shape under"
         return Text.of(
-            "{} {:g} s an iteration on one process of {}: **{} layers × {}**, {} parameters, in **{} s**.",
-            *(what, self.limit_s, name, s.num_layers, s.hidden_size, size_text(s.parameters)),
+            "{} {:g} s an iteration on one process of {}: **{} layers × {}**, {} parameters, "
+            "in **{} s**.",
+            what,
+            self.limit_s,
+            self.best.plan.cluster.name.replace("local", "this machine"),
+            s.num_layers,
+            s.hidden_size,
+            size_text(s.parameters),
             with_bounds(p.sec_per_it, p.sec_lo, p.sec_hi),
         )
 
@@ -410,19 +411,27 @@ def survey_shapes(
         seconds=0.15)
     """
     cluster = load_cluster(cluster)
-    same: dict[str, Any] = {"seq_length": seq_length, "vocab_size": padded_vocab_size(vocabulary)}
     rows = []
-    for L, h in ((L, h) for L in (6, 10) for h in range(64, 449, 64) if h % head_dim == 0):
-        shape = ModelShape(num_layers=L, hidden_size=h, num_attention_heads=h // head_dim, **same)
-        t = default_topology(shape, cluster, mbs=gbs, gbs=gbs)
-        plan = Plan(label=t.label, shape=shape, cluster=cluster, topology=t)
-        rows.append(Candidate(plan=plan, prediction=predict(plan)))
+    for layers in (6, 10):
+        for hidden in range(64, 449, 64):
+            if hidden % head_dim:
+                continue
+            shape = ModelShape(
+                num_layers=layers,
+                hidden_size=hidden,
+                num_attention_heads=hidden // head_dim,
+                seq_length=seq_length,
+                vocab_size=padded_vocab_size(vocabulary),
+            )
+            t = default_topology(shape, cluster, mbs=gbs, gbs=gbs)
+            plan = Plan(label=t.label, shape=shape, cluster=cluster, topology=t)
+            rows.append(Candidate(plan=plan, prediction=predict(plan)))
     require(bool(rows), "head_dim", head_dim, "must divide some hidden size of 64, 128, ... 448")
     rows.sort(key=lambda c: c.plan.shape.parameters)
-    fast = [c for c in rows if c.prediction.sec_per_it <= seconds]
-    best = max(
-        fast or rows, key=lambda c: (bool(fast) * c.plan.shape.parameters, -c.prediction.sec_per_it)
-    )
+    best = min(rows, key=lambda c: c.prediction.sec_per_it)
+    in_time = [c for c in rows if c.prediction.sec_per_it <= seconds]
+    if in_time:
+        best = max(in_time, key=lambda c: (c.plan.shape.parameters, -c.prediction.sec_per_it))
     return ShapeSurvey(rows=tuple(rows), limit_s=seconds, best=best)
 
 
@@ -440,16 +449,18 @@ def hand_on(
     hand_on("target", survey, "local", "1,2,4", proposals, "jz-a100-80g")
     """
     require_known("choose", choose, ("here", "target"))
-    r, here = proposals.request, survey.best.plan
-    chosen = {"shape": vars(here.shape), "cluster": cluster, "gpus": gpus, "gbs": here.topology.gbs}
+    shape = survey.best.plan.shape
+    gbs = survey.best.topology.gbs
     if choose == "target":
-        chosen = {
-            "shape": vars(proposals.best.shape),
-            "cluster": target_cluster,
-            "gpus": str(r.gpus),
-            "gbs": r.gbs,
-        }
-    return chosen | {
+        shape = proposals.best.shape
+        gbs = proposals.request.gbs
+        gpus = str(proposals.request.gpus)
+        cluster = target_cluster
+    return {
+        "shape": vars(shape),
+        "cluster": cluster,
+        "gpus": gpus,
+        "gbs": gbs,
         "proposals": proposals.to_json()["candidates"],
         "tokens": proposals.best.tokens,
     }

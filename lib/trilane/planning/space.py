@@ -27,6 +27,14 @@ Point = dict[str, Any]  # what a topology is apart from its parallel sizes and b
 VARIED = {f.name: tuple(f.metadata["search"]) for f in fields(Topology) if "search" in f.metadata}
 SIZES = ("tp", "pp", "dp")
 FREE = (*SIZES, "mbs", *VARIED)
+OVERLAPS = ("overlap_grad_reduce", "overlap_param_gather")
+# which of them each engine has
+OVERLAPPED = {
+    "megatron": OVERLAPS,
+    "deepspeed-3d": (),
+    "deepspeed-zero": OVERLAPS[:1],
+    "hf-zero3": OVERLAPS[:1],
+}
 
 
 def divisors(n: int) -> list[int]:
@@ -57,94 +65,101 @@ class Space(Record):
             require(len(values) > 0, name, "()", "needs at least one value")
             for value in values:
                 check_field(Topology, "dp" if name == "gpus" else name, value)
-        cp, first = self.fixed.cp, self.gpus[0]
-        require(any(n % cp == 0 for n in self.gpus), "cp", cp, f"must divide gpus={first}")
-        pinned = {name: self.pins[name][0] for name in SIZES if name in self.pins}
-        if pinned and next(self.sizes(), None) is None:
-            field, value = next(iter(pinned.items()))
-            rule = f"no tp x pp x dp with the pinned sizes makes gpus={first}"
-            rule += dividing(first // cp, value) * (len(pinned) == 1)
-            require(len(pinned) == len(SIZES), field, value, rule)
-            product = "tp x pp x dp" if cp == 1 else "tp x cp x pp x dp"
-            require(False, product, math.prod(pinned.values()) * cp, f"contradicts gpus={first}")
+        gpus = self.gpus[0]
+        cp = self.fixed.cp
+        require(any(n % cp == 0 for n in self.gpus), "cp", cp, f"must divide gpus={gpus}")
+        pinned = [name for name in SIZES if name in self.pins]
+        if pinned and not any(self.sizes()):
+            sizes = [self.pins[name][0] for name in pinned]
+            rule = f"no tp x pp x dp with the pinned sizes makes gpus={gpus}"
+            if len(pinned) == 1:
+                rule += dividing(gpus // cp, sizes[0])
+            require(False, " x ".join(pinned), math.prod(sizes), rule)
 
     @property
     def held_fixed(self) -> str:
         """What the search does not vary, in words."""
-        t, usual = self.fixed, Topology()
-        sums = "fp32" if t.fp32_gradients or self.engine == "megatron" else t.precision
-        gradients = "" if t.precision == "fp32" else f" with gradients summed in {sums}"
-        words = [f"engine {self.engine}", f"{t.precision}{gradients}", f"attention {t.attention}"]
-        values = {name: self.pins.get(name, VARIED.get(name, ())) for name in FREE}
-        words += [
-            f"{name} {some[0]}"
-            for name, some in values.items()
-            if len(some) == 1 and (some[0] or some != VARIED.get(name))
-        ]
-        rest = {*vars(t)} - {"precision", "fp32_gradients", "attention", *FREE}
-        return ", ".join(
-            words + [f"{n} {v}" for n, v in vars(t).items() if n in rest and v != getattr(usual, n)]
-        )
+        t = self.fixed
+        words = [f"engine {self.engine}", t.precision, f"attention {t.attention}"]
+        if t.precision != "fp32":
+            is_wide = t.fp32_gradients or self.engine == "megatron"
+            words[1] += f" with gradients summed in {'fp32' if is_wide else t.precision}"
+        for name in FREE:
+            values = self.pins.get(name, VARIED.get(name, ()))
+            # what a search never varies is named where it is on
+            if len(values) == 1 and (values[0] or values != VARIED.get(name)):
+                words.append(f"{name} {values[0]}")
+        named = {"precision", "fp32_gradients", "attention", *FREE}
+        for field in fields(Topology):
+            value = getattr(t, field.name)
+            if field.name not in named and value != field.default:
+                words.append(f"{field.name} {value}")
+        return ", ".join(words)
 
     def sizes(self) -> Iterator[ParallelSizes]:
         """Every (tp, pp, dp) of one of the GPU counts that the pins allow."""
-        pins = [self.pins.get(name, ()) for name in SIZES]
-        for gpus in (n // self.fixed.cp for n in self.gpus if n % self.fixed.cp == 0):
-            for tp in divisors(gpus):
-                for pp in divisors(gpus // tp):
-                    found = tp, pp, gpus // tp // pp
-                    if all(not pin or size in pin for size, pin in zip(found, pins, strict=True)):
-                        yield found
+        for gpus in self.gpus:
+            if gpus % self.fixed.cp:
+                continue
+            ranks = gpus // self.fixed.cp
+            for tp in divisors(ranks):
+                for pp in divisors(ranks // tp):
+                    sizes = (tp, pp, ranks // tp // pp)
+                    if all(
+                        size in self.pins.get(n, (size,))
+                        for n, size in zip(SIZES, sizes, strict=True)
+                    ):
+                        yield sizes
 
     def batches(self, dp: int) -> tuple[np.ndarray, np.ndarray]:
         """Every (mbs, gbs) with gbs a multiple of mbs x dp, as two arrays."""
-        pairs = [
-            (m, g)
-            for g in self.gbs
-            if g % dp == 0
-            for m in self.pins.get("mbs") or divisors(g // dp)
-        ]
-        array = np.array([(m, g) for m, g in pairs if g % (m * dp) == 0], float).reshape(-1, 2)
-        return array[:, 0], array[:, 1]
+        mbs = list[float]()
+        gbs = list[float]()
+        for batch in self.gbs:
+            if batch % dp:
+                continue
+            for size in self.pins.get("mbs") or divisors(batch // dp):
+                if batch % (size * dp) == 0:
+                    mbs.append(size)
+                    gbs.append(batch)
+        return np.array(mbs, float), np.array(gbs, float)
 
     def points(self, held: int, has_tp: bool, has_pp: bool, has_dp: bool) -> list[Point]:
         """Every combination of the remaining choices that means something on stages of `held`
         layers.
         """
-        values = {**VARIED, **{name: pin for name, pin in self.pins.items() if name in VARIED}}
+        values = {name: self.pins.get(name, usual) for name, usual in VARIED.items()}
         # neither means anything without a pipeline or tensor parallelism; where one is pinned there
         # is no other choice
-        chunks = values["interleaving"] or tuple(divisors(held))
+        chunks = values["interleaving"] or divisors(held)
         values["interleaving"] = tuple(n for n in chunks if has_pp or n == 1)
-        values["sequence_parallel"] = tuple(
-            cut for cut in values["sequence_parallel"] if has_tp or not cut
-        )
-        grads, gather = "overlap_grad_reduce", "overlap_param_gather"
-        able = (
-            {"megatron": {grads, gather}, "deepspeed-3d": set()}.get(self.engine, {grads})
-            if has_dp
-            else set()
-        )
-        values |= {name: (False,) for name in {grads, gather} - {*self.pins} - able}
+        if not has_tp:
+            cuts = values["sequence_parallel"]
+            values["sequence_parallel"] = tuple(cut for cut in cuts if not cut)
+        for name in OVERLAPS:
+            if name not in self.pins and not (has_dp and name in OVERLAPPED[self.engine]):
+                values[name] = (False,)
         # of a stage's layers a quarter, half and three quarters, as many of each chunk; all of them
         # are recompute full
-        pinned = values["recompute_layers"]
-        values["recompute_layers"] = pinned or tuple(sorted({held * k // 4 for k in range(4)}))
-        rules = {  # of a choice and those before it in VARIED
-            "recompute_layers": lambda p: (
-                (p["recompute"] == "block") == (p["recompute_layers"] > 0)
-            ),
-            "interleaving": lambda p: pinned or p["recompute_layers"] * p["interleaving"] < held,
-            gather: lambda p: gather in self.pins or not p[gather] or (p[grads] and p["zero"] == 1),
-        }
-        every = list[Point]([{}])
-        for name, some in values.items():
-            every = [
-                *filter(
-                    rules.get(name), [point | {name: value} for point in every for value in some]
-                )
-            ]
-        return every
+        is_pinned = bool(values["recompute_layers"])
+        if not is_pinned:
+            values["recompute_layers"] = tuple(sorted({held * k // 4 for k in range(4)}))
+
+        def is_useful(name: str, point: Point) -> bool:
+            """Whether a value means something with those before it in VARIED."""
+            if name == "recompute_layers":
+                return (point["recompute"] == "block") == (point["recompute_layers"] > 0)
+            if name == "interleaving" and not is_pinned:
+                return point["recompute_layers"] * point["interleaving"] < held
+            if name == OVERLAPS[1] and point[name] and name not in self.pins:
+                return point[OVERLAPS[0]] and point["zero"] == 1
+            return True
+
+        points = list[Point]([{}])
+        for name, choices in values.items():
+            points = [{**point, name: value} for point in points for value in choices]
+            points = [point for point in points if is_useful(name, point)]
+        return points
 
 
 def space_for(
@@ -164,25 +179,28 @@ def space_for(
     no search can look at.
     """
     given = {
-        name: value
-        for name, value in choices.items()
-        if value is not None and value not in ("", ())
+        n: value for n, value in choices.items() if value is not None and value not in ("", ())
     }
+    names = [f.name for f in fields(Topology) if f.name != "gbs"]
     for name in given:
-        require_known("choice", name, [f.name for f in fields(Topology) if f.name != "gbs"])
+        require_known("choice", name, names)
     precision = given.get("precision", default_precision(cluster))
     cluster.gpu.flops_per_s(precision)
-    sums = default_fp32_gradients(precision, _tuple(given.get("offload", "none"))[0])
-    usual = {
+    offload = _tuple(given.get("offload", "none"))[0]
+    settings = {
         "attention": default_attention(shape, cluster, precision, engine),
-        "fp32_gradients": sums,
+        "fp32_gradients": default_fp32_gradients(precision, offload),
         "precision": precision,
     }
-    pins = {name: _tuple(value) for name, value in given.items() if name in FREE}
-    fixed = Topology(
-        **{**usual, **{name: value for name, value in given.items() if name not in pins}}
-    )
-    if reason := invalid_reason(shape, Topology(cp=fixed.cp)):
+    pins = {}
+    for name, value in given.items():
+        if name in FREE:
+            pins[name] = _tuple(value)
+        else:
+            settings[name] = value
+    fixed = Topology(**settings)
+    reason = invalid_reason(shape, Topology(cp=fixed.cp))
+    if reason:
         raise ValueError(reason)
     return Space(gpus=_tuple(gpus), gbs=_tuple(gbs), engine=engine, pins=pins, fixed=fixed)
 
@@ -196,16 +214,23 @@ def read_choices(**texts: str) -> dict[str, Any]:
 
         read_choices(mbs="1,2,4", recompute="full", sequence_parallel="yes")
     """
-    found = {}
+    choices = dict[str, Any]()
     for name, text in texts.items():
-        words = [word.strip() for word in text.split(",")] if name in FREE else [text]
-        found[name] = tuple(read_field(Topology, name, word) for word in words if text)
-    return {name: values if name in FREE else values[0] for name, values in found.items() if values}
+        if not text:
+            continue
+        if name in FREE:
+            words = [word.strip() for word in text.split(",")]
+            choices[name] = tuple(read_field(Topology, name, word) for word in words)
+        else:
+            choices[name] = read_field(Topology, name, text)
+    return choices
 
 
 def word(value: Any) -> Any:
     """A value of a choice as an option takes it."""
-    return {True: "yes", False: "no"}[value] if isinstance(value, bool) else value
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return value
 
 
 def _tuple(value: Any) -> tuple[Any, ...]:
@@ -225,27 +250,24 @@ def block_columns(fixed: Columns, blocks: Sequence[Block], which: np.ndarray) ->
     """The rows of some blocks as Columns, row i of the block which[i]; what is `fixed` or all share
     stays a number.
     """
-    values = {name: [block.sizes[i] for block in blocks] for i, name in enumerate(SIZES)}
-    values |= {name: [block.point[name] for block in blocks] for name in VARIED}
-    shared = {
-        name: number_of(name, some[0])
-        for name, some in values.items()
-        if some.count(some[0]) == len(some)
-    }
-    columns = {
-        n: np.array([number_of(n, v) for v in some])[which]
-        for n, some in values.items()
-        if n not in shared
-    }
-    batches = {
-        name: np.concatenate([getattr(block, name) for block in blocks]) for name in ("mbs", "gbs")
-    }
-    return dataclasses.replace(fixed, **shared, **columns, **batches)
+    columns = dict[str, Any]()
+    for name in (*SIZES, *VARIED):
+        if name in SIZES:
+            values = [block.sizes[SIZES.index(name)] for block in blocks]
+        else:
+            values = [number_of(name, block.point[name]) for block in blocks]
+        is_shared = values.count(values[0]) == len(values)
+        columns[name] = values[0] if is_shared else np.array(values)[which]
+    columns["mbs"] = np.concatenate([block.mbs for block in blocks])
+    columns["gbs"] = np.concatenate([block.gbs for block in blocks])
+    return dataclasses.replace(fixed, **columns)
 
 
 def topology_of(
     space: Space, sizes: ParallelSizes, point: Point, mbs: float, gbs: float
 ) -> Topology:
     """One topology of a block. Raises ValueError where it cannot exist."""
-    given = {**dict(zip(SIZES, sizes, strict=True)), "mbs": int(mbs), "gbs": int(gbs), **point}
-    return dataclasses.replace(space.fixed, **given)
+    tp, pp, dp = sizes
+    return dataclasses.replace(
+        space.fixed, tp=tp, pp=pp, dp=dp, mbs=int(mbs), gbs=int(gbs), **point
+    )
