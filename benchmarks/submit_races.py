@@ -29,7 +29,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 from slurm_cluster import REQUEST, SITE, plan, run_folder, started
 from support import wait_until
 
-from trilane.slurm import attempt, client, jobs, ledger
+from trilane.slurm import attempt, client, jobs
+from trilane.workspace.run import Run
 
 HELD = "#!/bin/bash\n#SBATCH --hold\n#SBATCH --account=xyz@a100\n#SBATCH --time=10\nsleep 300\n"
 PAUSED = 'sleep {0}; out=$("$real" "$@") || exit; sleep {0}; echo "$out"'
@@ -138,7 +139,7 @@ def kill_trial(folder: Path, seconds: float, group: bool) -> Trial:
         kind="kill",
         processes=1,
         jobs=jobs_of(folder),
-        recorded=ledger.job_ids(folder),
+        recorded=Run(folder).job_ids(),
         successes=1,
         place=place,
     )
@@ -146,7 +147,7 @@ def kill_trial(folder: Path, seconds: float, group: bool) -> Trial:
 
 def _place(folder: Path) -> str:
     """How far the submission in a folder came."""
-    return PLACES[2] if ledger.job_ids(folder) else PLACES[1] if jobs_of(folder) else PLACES[0]
+    return PLACES[2] if Run(folder).job_ids() else PLACES[1] if jobs_of(folder) else PLACES[0]
 
 
 def race_trial(folder: Path, processes: int) -> Trial:
@@ -156,7 +157,7 @@ def race_trial(folder: Path, processes: int) -> Trial:
         kind="submit",
         processes=processes,
         jobs=jobs_of(folder),
-        recorded=ledger.job_ids(folder),
+        recorded=Run(folder).job_ids(),
         successes=successes,
     )
 
@@ -181,12 +182,12 @@ def begin_trial(folder: Path, ids: Sequence[str]) -> Trial:
         return attempt.begin(folder, {"SLURM_JOB_ID": job}).startswith("go")
 
     successes = together([lambda job=job: asks(job) for job in ids])
-    begun = [e["id"] for e in ledger.events(folder, "started")]
+    begun = [e["id"] for e in Run(folder).events("started")]
     return Trial(
         kind="begin",
         processes=len(ids),
         jobs=begun,
-        recorded=ledger.job_ids(folder),
+        recorded=Run(folder).job_ids(),
         successes=successes,
     )
 

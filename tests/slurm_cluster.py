@@ -24,7 +24,7 @@ from support import REPOSITORY, small_cluster, small_plan, wait_until
 from trilane.config.plan import Plan
 from trilane.slurm import chain, client, jobs, script
 from trilane.slurm.sites import JobRequest, Site
-from trilane.workspace.run_folder import iteration
+from trilane.workspace.run import Run, iteration
 
 SCRIPT = REPOSITORY / "tests/slurm/cluster.sh"
 # Nodes of two processes; /tmp is shared here, since all nodes are this machine.
@@ -261,7 +261,8 @@ def lead(folder: Path, true: Callable[[], bool], what: str) -> None:
 
 def submit_chain(folder: Path, times: int = 1) -> list[str]:
     """Submit the stages of a chain in order, `times` jobs each; their ids."""
-    made = jobs.submit_all(chain.stages_of(folder), SITE, REQUEST, times=times, parallel=1)
+    runs = [Run(path) for path in chain.stages_of(folder)]
+    made = jobs.submit_all(runs, SITE, REQUEST, times=[times] * len(runs), parallel=1)
     return [job for _, job in made]
 
 

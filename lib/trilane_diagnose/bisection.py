@@ -12,7 +12,7 @@ from typing import Any
 from trilane.config.plan import Plan
 from trilane.launch.local import train_local
 from trilane.utils.validation import require
-from trilane.workspace.run_folder import write_text
+from trilane.workspace.run import write_text
 from trilane.workspace.status import Status
 
 AXES = ("layers", "hidden", "dp", "gbs")

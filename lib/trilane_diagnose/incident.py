@@ -10,12 +10,13 @@ from typing import Any
 
 from trilane.logs.endings import Level
 from trilane.logs.run import RunLog, read_logs
-from trilane.slurm import attempt, client, ledger
+from trilane.slurm import attempt, client
 from trilane.utils.files import json_lines, natural, read_text
 from trilane.utils.numbers import ranges
 from trilane.utils.tables import Html, as_json, short
 from trilane.utils.validation import require, require_folder
-from trilane.workspace import storage
+from trilane.workspace import ledger, storage
+from trilane.workspace.run import Run
 from trilane.workspace.status import RunStatus, Status, known_status, verdict
 from trilane_diagnose.evidence import read_file
 from trilane_diagnose.hang import Verdict, diagnose_hang
@@ -120,12 +121,13 @@ def _read_files(folder: Path) -> tuple[dict[Path, list[RunLog]], list[Row]]:
 
 def _asked(folder: Path) -> list[Row]:
     """What sacct has of the run's jobs, by the names of its columns."""
-    jobs = [job for job in ledger.job_ids(folder) if client.JOB_ID.fullmatch(job)]
-    accounts = []
-    for job, rows in client.past(jobs).items():
-        for state, end, code in rows:
-            accounts.append({"JobID": job, "State": state, "End": end, "ExitCode": code})
-    return accounts
+    jobs = [job for job in Run(folder).job_ids() if client.JOB_ID.fullmatch(job)]
+    found = []
+    for rows in client.past(jobs).values():
+        for row in rows:
+            facts = {"State": row.state, "End": row.end, "ExitCode": row.exit_code}
+            found.append({"JobID": row.id, **facts})
+    return found
 
 
 def _account_line(row: Row) -> str:

@@ -18,13 +18,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from trilane.slurm import attempt, client, ledger
+from trilane.slurm import attempt, client
 from trilane.slurm.attempt import job_id
 from trilane.utils.files import append_line
 from trilane.utils.process import python, run
 from trilane.utils.validation import require
-from trilane.workspace import pace
-from trilane.workspace.run_folder import iteration
+from trilane.workspace import ledger, pace
+from trilane.workspace.run import iteration
 from trilane.workspace.status import RunStatus, Status, write_status
 from trilane_diagnose.node_test import Findings, step
 

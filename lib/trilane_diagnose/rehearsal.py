@@ -20,7 +20,7 @@ from trilane.launch.local import train_local
 from trilane.utils.tables import as_json
 from trilane.utils.validation import require
 from trilane.workspace.checkpoints import FOLDER, name_of
-from trilane.workspace.run_folder import write_text
+from trilane.workspace.run import write_text
 from trilane.workspace.status import Status
 from trilane_diagnose.restart import RestartComparison, compare_restart
 

@@ -20,7 +20,7 @@ from trilane.workspace.checkpoints import FOLDER, name_of
 from trilane.workspace.continuation import since
 from trilane.workspace.heartbeat import SAVE
 from trilane.workspace.pace import RESTART
-from trilane.workspace.run_folder import NOT_FINITE, cut_steps
+from trilane.workspace.run import NOT_FINITE, cut_steps
 from trilane.workspace.status import RunStatus, Status, write_status
 from trilane_engine import heartbeat
 from trilane_engine.backends.base import build

@@ -11,7 +11,7 @@ import pytest
 import torch
 from slurm_cluster import Commands
 
-from trilane.slurm import ledger
+from trilane.workspace import ledger
 from trilane.workspace.status import read_status
 from trilane.workspace.study import load_cluster
 from trilane_diagnose import node_test, nodes

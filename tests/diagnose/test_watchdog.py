@@ -30,7 +30,7 @@ from trilane.workspace.heartbeat import (
     start_id,
 )
 from trilane.workspace.pace import LATE, RESTART, Pace, slowness
-from trilane.workspace.run_folder import put_aside
+from trilane.workspace.run import put_aside
 from trilane.workspace.status import read_status
 from trilane_diagnose import capture
 from trilane_diagnose.evidence import read_folder

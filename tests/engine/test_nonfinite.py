@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from plans import SHAPE, run_folder, small_plan
 
-from trilane.workspace.run_folder import not_finite
+from trilane.workspace.run import not_finite
 
 # The worker's program, with a fault in the second iteration: of the rank's `modules`, by their
 # names in the model.

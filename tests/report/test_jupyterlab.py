@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from support import IN_BROWSER, uncounted, wait_until
 
-from trilane.workspace.run_folder import write_text
+from trilane.workspace.run import write_text
 
 pytestmark = [*IN_BROWSER, pytest.mark.xdist_group("demo")]
 

@@ -18,6 +18,7 @@ from trilane.config.training import Run
 from trilane.slurm import chain, sites
 from trilane.slurm.preflight import check_job, refused
 from trilane.slurm.sites import JobRequest
+from trilane.workspace.run import Run as RunFolder
 
 
 def gpt_1b3(gbs: int, **topology: int) -> Plan:
@@ -75,23 +76,9 @@ def test_document_004s_two_schedules_become_chains_in_which_nothing_is_refused(
     p = Plan(label="tr3m", engine="deepspeed-3d", shape=shape, cluster=nodes, topology=t, run=run)
     (tmp_path / "plan.json").write_text(json.dumps(p.to_json()))
     stages = ",".join(f"{gbs}:{nodes}:{mbs}" for nodes, gbs, mbs in rows)
-    command = [
-        "slurm",
-        "chain",
-        "create",
-        str(tmp_path / "plan.json"),
-        str(tmp_path / "c"),
-        "--stages",
-        stages,
-    ]
-    command += [
-        "--site",
-        f"jean-zay-v100-{gb}g",
-        "--account",
-        "six@v100",
-        "--time-limit",
-        "20:00:00",
-    ]
+    command = ["slurm", "chain", str(tmp_path / "plan.json"), str(tmp_path / "c")]
+    command += ["--stages", stages, "--site", f"jean-zay-v100-{gb}g"]
+    command += ["--account", "six@v100", "--time-limit", "20:00:00"]
     assert main([*command, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)["links"]
     said = [(r["nodes"], r["mbs"], r["batches"][0], r["batches"][-1], r["last"]) for r in found]
@@ -101,7 +88,7 @@ def test_document_004s_two_schedules_become_chains_in_which_nothing_is_refused(
     request = JobRequest(account="six@v100", time_limit="20:00:00")
     plans = [read_plan(path / "plan.json") for path in paths]
     for path, link in zip(paths, plans, strict=True):
-        found = {f.rule for f in refused(check_job(link, site, request, path))}
+        found = {f.rule for f in refused(check_job(link, site, request, RunFolder(path)))}
         assert found <= OF_THIS_MACHINE, (path.name, found)
         assert not [
             batch

@@ -1,18 +1,24 @@
-"""What SLURM's commands answer on a bad day: each is a small script here that says what the real
-one says.
+"""Jobs of a run: what is read, submitted, shown and watched, also when SLURM's commands, each a
+small script here, answer as on a bad day.
 """
 
 import functools
 import json
+import re
+import sys
+from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from slurm_cluster import REQUEST, SITE, Commands, one, plan, run_folder, submit_chain
 
 from trilane.cli.app import main
-from trilane.slurm import attempt, chain, client, copies, jobs, ledger
+from trilane.slurm import attempt, chain, client, copies, jobs
 from trilane.utils.folder_lock import FolderLock
 from trilane.utils.validation import to_mapping
+from trilane.workspace import ledger, storage
+from trilane.workspace.run import Run
 from trilane.workspace.status import RunStatus, write_status
 
 AWAY = (
@@ -24,16 +30,82 @@ AWAY = (
 def folder(tmp_path: Path) -> Path:
     """A run folder with one job, 77."""
     made = run_folder(tmp_path, plan("one", tmp_path / "data", nodes=1))
-    ledger.note(made, "submitted", "77", site="test", script="")
+    ledger.note(made, "submitted", "77", site="test")
     return made
 
 
-def accounted(commands: Commands, **states: str) -> None:
-    """Those jobs have gone from squeue, and sacct knows them."""
-    commands.say(
-        "sacct",
-        "\n".join(f"echo '{job[1:]}|{state}|1:00|2:00|n1|me'" for job, state in states.items()),
-    )
+@pytest.fixture
+def asked(tmp_path: Path) -> list[str]:
+    """The options of a submission at the tests' site."""
+    (tmp_path / "site.json").write_text(json.dumps(to_mapping(SITE)))
+    return ["--site", str(tmp_path / "site.json"), "--account", "xyz@a100", "--no-preflight"]
+
+
+def status(word: str, evidence: str = "") -> RunStatus:
+    return RunStatus(status=word, evidence=evidence, rank=None, exit_code=0, seconds=1.0)
+
+
+def queue(commands: Commands, *rows: str, name: str = "x") -> None:
+    """What squeue lists: "77 RUNNING" and the like."""
+    lines = [f"echo '{row.replace(' ', '|')}|None|1:00|2:00|n1|{name}'" for row in rows]
+    commands.say("squeue", "\n".join(lines) or "true")
+
+
+def accounted(commands: Commands, *rows: str, user: str = "me", end: str = "") -> None:
+    """What sacct has of jobs that have gone from squeue: "77 TIMEOUT" and the like."""
+    lines = [f"echo '{row.replace(' ', '|')}|1:00|2:00|n1|{user}|{end}|0:0'" for row in rows]
+    commands.say("sacct", "\n".join(lines))
+
+
+READ: Counter[str] = Counter()
+COUNTED = ("plan.json", "jobs.jsonl", "status.json")
+
+
+def count_reads(event: str, arguments: tuple[object, ...]) -> None:
+    """A hook of Python's for each file that is opened, see sys.addaudithook."""
+    if event == "open" and str(arguments[0]).endswith(COUNTED) and str(arguments[1]) in "rb":
+        READ[Path(str(arguments[0])).name] += 1
+
+
+sys.addaudithook(count_reads)
+
+
+@pytest.fixture
+def reads() -> Iterator[Counter[str]]:
+    """How often the test has opened each file of a run folder to read it."""
+    READ.clear()
+    yield READ
+    READ.clear()
+
+
+def test_a_submission_and_the_begin_of_its_job_read_each_file_of_a_run_once(
+    commands: Commands,
+    tmp_path: Path,
+    asked: list[str],
+    reads: Counter[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    commands.say("sbatch", "echo 90")
+    folder = run_folder(tmp_path, plan("new", tmp_path / "data", nodes=1))
+    write_status(folder, status("stopped"))
+    ledger.note(folder, "submitted", "12", site="test")
+    reads.clear()
+    assert main(["slurm", "submit", str(folder), *asked]) == 0
+    assert reads == dict.fromkeys(COUNTED, 1)
+    reads.clear()
+    monkeypatch.setenv("SLURM_JOB_ID", "90")
+    assert main(["slurm", "job", "begin", str(folder)]) == 0
+    assert reads == dict.fromkeys(COUNTED[:2], 1)
+    assert [e["event"] for e in ledger.events(folder)] == ["submitted", "submitted", "started"]
+    assert ledger.events(folder)[1]["plan"] == copies.last_kept(Run(folder))
+
+
+def test_a_table_of_runs_without_jobs_has_no_columns_of_jobs(tmp_path: Path) -> None:
+    """03 on one machine: no job, no state of one, nothing that it waits for."""
+    made = run_folder(tmp_path, plan("one", tmp_path / "data", nodes=1))
+    html = jobs.job_status([made])._repr_html_()
+    heads = re.findall(r"<th[^>]*>([^<]+)</th>", html)
+    assert heads == ["run", "status", "iteration", "iterations"]
 
 
 def test_a_job_that_runs_only_in_a_late_accounting_holds_no_run(
@@ -42,13 +114,10 @@ def test_a_job_that_runs_only_in_a_late_accounting_holds_no_run(
     """Once the controller has forgotten it, it runs nowhere; one of somebody else's, which squeue
     is not asked for, does.
     """
-    accounted(commands, j77="RUNNING")
-    assert (
-        jobs.active_jobs(folder) == []
-        and one(folder).state == "FORGOTTEN"
-        and jobs.cancel([folder]) == []
-    )
-    commands.say("sacct", "echo '77|RUNNING|1:00|2:00|n1|you'")
+    accounted(commands, "77 RUNNING")
+    assert jobs.active_jobs(folder) == [] == jobs.cancel([folder])
+    assert one(folder).state == "FORGOTTEN"
+    accounted(commands, "77 RUNNING", user="you")
     assert jobs.active_jobs(folder) == ["77"]
 
 
@@ -56,7 +125,7 @@ def test_a_job_that_runs_only_in_a_late_accounting_holds_no_run(
 def test_a_run_that_a_job_still_holds_takes_no_second_one(
     state: str, commands: Commands, folder: Path
 ) -> None:
-    commands.say("squeue", f"echo '77|{state}|None|1:00|2:00|n1|x'")
+    queue(commands, f"77 {state}")
     with pytest.raises(ValueError, match=r"has job 77 already"):
         jobs.submit(folder, SITE, REQUEST)
     assert jobs.active_jobs(folder) == ["77"] and not commands.calls("sbatch")
@@ -68,24 +137,21 @@ def test_a_job_that_died_before_it_trained_is_shown_with_what_its_script_printed
     """77 trained and was stopped; 78 found no environment; 79, which waited for it, was cancelled."""
     ledger.note(folder, "started", "77", nodes="", iteration=0, restarts=0)
     (folder / "run.log").write_text("RuntimeError: of the first job\n")
-    stopped = RunStatus(
-        status="stopped", evidence="saved at iteration 20", rank=None, exit_code=0, seconds=1.0
-    )
-    write_status(folder, stopped)
+    write_status(folder, status("stopped", "saved at iteration 20"))
     ledger.note(folder, "ended", "77", status="stopped", evidence="x")
     for job in ("78", "79"):
-        ledger.note(folder, "submitted", job, site="test", script="")
+        ledger.note(folder, "submitted", job, site="test")
     line = "line 23: /nowhere/bin/activate: No such file or directory"
     (folder / "slurm-78.out").write_text(f"{line}\n\n")
-    accounted(commands, j77="COMPLETED", j78="FAILED", j79="CANCELLED")
+    accounted(commands, "77 COMPLETED", "78 FAILED", "79 CANCELLED")
     found = one(folder)
     assert (found.id, found.status, found.evidence) == ("78", "crashed", f"slurm-78.out: {line}")
     assert main(["slurm", "status", str(folder), "--lines", "2"]) == 1
-    assert capsys.readouterr().out.endswith(f"\n{line}\n\n")
+    assert capsys.readouterr().out.rstrip().endswith(f"\n{line}")
     ledger.note(folder, "started", "79", nodes="", iteration=0, restarts=0)
-    accounted(commands, j77="COMPLETED", j78="FAILED", j79="COMPLETED")
     ledger.note(folder, "ended", "79", status="stopped", evidence="x")
     (folder / "slurm-79.out").write_text("go: from the beginning\n")
+    accounted(commands, "77 COMPLETED", "78 FAILED", "79 COMPLETED")
     assert (one(folder).id, one(folder).evidence) == ("79", "saved at iteration 20")
     assert jobs.logs(folder) == ["RuntimeError: of the first job"]
 
@@ -93,71 +159,48 @@ def test_a_job_that_died_before_it_trained_is_shown_with_what_its_script_printed
 def test_attempts_that_were_killed_end_in_the_ledger_by_what_slurm_accounts(
     commands: Commands, folder: Path
 ) -> None:
-    """77 was preempted after it had lost a spare, requeued, and ended by its time limit. Asked
-    twice, noted once.
-    """
+    """77 was preempted after it had lost a spare, requeued, and ended by its time limit."""
     for restarts in (0, 1):
         ledger.note(folder, "started", "77", nodes="", iteration=0, restarts=restarts)
-    (folder / "run.log").write_text("START\n")
-    rows = "77|RESIZING|2026-11-27T09:00:00|0:0\n77|PREEMPTED|2026-11-27T10:00:00|0:0\n77|TIMEOUT|2026-11-27T12:00:00|0:1"
-    commands.say(
-        "sacct", f"[[ $* == *-DXnP* ]] && echo '{rows}' || echo '77|TIMEOUT|1:00|2:00|n1|me'"
-    )
-    for _ in range(2):
-        assert one(folder).status == "time limit" and not ledger.unended(folder)
-    assert [(e["status"], e["end"], e["exit"]) for e in ledger.events(folder, "ended")] == [
-        ("preempted", "2026-11-27T10:00:00", "0:0"),
-        ("time limit", "2026-11-27T12:00:00", "0:1"),
-    ]
-    assert "`trilane slurm submit" in (folder / "run.log").read_text().splitlines()[-1]
-    ledger.note(folder, "started", "77", nodes="", iteration=0, restarts=1)
-    # slurmdbd learns of the end later than the controller
-    commands.say(
-        "sacct",
-        "[[ $* == *-DXnP* ]] && printf '77|PREEMPTED|x|0:0\\n77|REQUEUED|x|0:0\\n' || echo '77|CANCELLED|1|2|n1|me'",
-    )
-    assert one(folder).status and ledger.events(folder, "ended")[-1]["state"] == "CANCELLED"
-    assert ledger.age_s({"time": "2999-01-01T00:00:00+00:00"}) == 0
+    accounted(commands, "77 RESIZING", "77 PREEMPTED", "77 TIMEOUT", end="2026-11-27T10:00:00")
+    assert one(folder).status == "time limit"
+    assert attempt.begin(folder, {"SLURM_JOB_ID": "78"}).startswith("go: ")
+    ends = [(e["status"], e["end"]) for e in ledger.events(folder, "ended")]
+    assert ends == [(word, "2026-11-27T10:00:00") for word in ("preempted", "time limit")]
 
 
-def test_a_squeue_that_lies_a_cut_ledger_and_a_deleted_plan_start_no_second_training(
+def test_a_squeue_that_lies_and_a_cut_ledger_start_no_second_training(
     commands: Commands, folder: Path, capsys: pytest.CaptureFixture
 ) -> None:
-    """squeue lists nothing, or nonsense, while 77 runs; its start is lost, and the plan gone."""
+    """squeue lists nothing, or nonsense, while 77 runs; then its start is lost."""
     runs = "JobId=77 JobName=x UserId=me(1) JobState=RUNNING Reason=None NodeList=n1 X=1"
-    commands.say("scontrol", f"cat >/dev/null; echo '{runs}'")
-    for answer in (
-        "true",
-        "echo nonsense",
-        "echo '77|RUNNING|None|1|2|n1|x'; echo '77|COMPLETED|None|1|2|n1|x'",
-    ):
+    commands.say("scontrol", f"[[ $* == -o ]] && cat >/dev/null; echo '{runs}'")
+    both = "echo '77|RUNNING|None|1|2|n1|x'; echo '77|COMPLETED|None|1|2|n1|x'"
+    for answer in ("true", "echo nonsense", both):
         commands.say("squeue", answer)
         with pytest.raises(jobs.ActiveJob, match=r"has job 77 already \(RUNNING\)"):
             jobs.submit(folder, SITE, REQUEST)
-    (folder / "slurm-77.out").write_text("go: from the beginning\n")
-    with (folder / ledger.NAME).open("ab") as file:
-        file.write(b'{"event": "started", "id": "77", "no\n\xff\x00\n')
-    assert attempt.begin(folder, {"SLURM_JOB_ID": "78"}) == "stop: job 77 trains here"
     (folder / "plan.json").unlink()
     assert main(["slurm", "status", str(folder)]) == 0
-    out, said = capsys.readouterr()
-    assert "RUNNING" in out and "plan.json" in out and "2 of 4 lines are damaged" in said
-    assert main(["slurm", "cancel", str(folder)]) == 0 and jobs.logs(folder) == [
-        "go: from the beginning"
-    ]
+    out, _ = capsys.readouterr()
+    assert "RUNNING" in out and "plan.json" in out
+    with (folder / ledger.NAME).open("ab") as file:
+        file.write(b'{"event": "started", "id": "77", "no\n')
+    with pytest.raises(ValueError, match=r"^ledger=.*jobs\.jsonl: line 2 is damaged; look for"):
+        attempt.begin(folder, {"SLURM_JOB_ID": "78"})
+    with pytest.raises(ValueError, match=r"^ledger="):
+        jobs.active_jobs(folder)
 
 
-def test_watching_goes_on_while_slurm_is_away_and_says_it_once(
+def test_watching_goes_on_while_slurm_is_away_and_reports_it_once(
     commands: Commands, folder: Path, capsys: pytest.CaptureFixture
 ) -> None:
     commands.say("squeue", AWAY)
     lines = jobs.watch([folder], every_s=0.01, seconds=60)
-    assert next(lines).startswith(
-        "SLURM does not answer, asked again every 0.01 s: slurm=squeue: the controller"
-    )
-    commands.say("squeue", "true")
-    accounted(commands, j77="TIMEOUT")
-    resume = f"`trilane slurm submit {folder} --site test` resumes at iteration 0"
+    assert next(lines).startswith("SLURM does not answer, asked again every 0.01 s: slurm=squeue")
+    queue(commands)
+    accounted(commands, "77 TIMEOUT")
+    resume = f"`trilane slurm submit {folder} --site test` resumes it"
     died = f"one: job 77 TIMEOUT n1: DIED: time limit SLURM: TIMEOUT; {resume}"
     assert list(lines) == ["SLURM answers again", died]
     commands.say("squeue", AWAY)
@@ -165,9 +208,27 @@ def test_watching_goes_on_while_slurm_is_away_and_says_it_once(
     assert capsys.readouterr().out.count("SLURM does not answer") == 1
     commands.say("scontrol", AWAY)
     assert main(["slurm", "status", str(folder)]) == 75
-    assert capsys.readouterr().err.startswith(
-        "trilane: slurm=scontrol ping: SLURM does not answer ("
-    )
+
+
+def test_a_watch_prints_each_change_once(commands: Commands, folder: Path) -> None:
+    """A death that only SLURM reports."""
+    ledger.note(folder, "started", "77", nodes="n1", iteration=0, restarts=0)
+    queue(commands, "77 RUNNING")
+    lines = jobs.watch([folder], 0.01, 60.0)
+    assert next(lines).startswith("one: job 77 RUNNING n1: running")
+    (folder / "steps.jsonl").write_text('{"iteration": 3}\n')
+    assert next(lines) == "one: iteration 3 of 4"
+    (folder / "ranks").mkdir(exist_ok=True)
+    problem = "iter_0000030 could not be saved: Read-only file system"
+    storage.note(folder, f"CHECKPOINT NOT SAVED: {problem}")
+    assert re.fullmatch(rf"one: CHECKPOINT NOT SAVED since 20\S+: {problem}", next(lines))
+    (folder / "run.log").write_text("trilane: saved checkpoints/iter_0000040\n")
+    storage.note(folder, "")
+    assert next(lines) == "one: trilane: saved checkpoints/iter_0000040"
+    queue(commands)
+    accounted(commands, "77 TIMEOUT")
+    (line,) = lines
+    assert line.startswith("one: job 77 TIMEOUT n1: DIED: time limit SLURM: TIMEOUT; `trilane ")
 
 
 def test_a_submission_that_may_have_been_taken_is_not_called_undone(
@@ -178,17 +239,12 @@ def test_a_submission_that_may_have_been_taken_is_not_called_undone(
     )
     commands.say("squeue", AWAY)
     script, name = folder / "job.sbatch", client.job_name(folder)
-    with pytest.raises(client.SlurmUnreachable) as found:
+    look = f"the job may have been accepted: look with: squeue -u $USER -t all --name={name}"
+    with pytest.raises(client.SlurmUnreachable, match=re.escape(look) + "$"):
         client.sbatch(script, name=name, known=["77"])
-    said = f"the job may have been accepted: look with: squeue -u $USER -t all --name={name}"
-    assert str(found.value).endswith(said) and "nothing was changed" not in str(found.value)
-    commands.say(
-        "squeue", "; ".join(f"echo '{job}|PENDING|None|0:00|2:00||{name}'" for job in (77, 78))
-    )
-    assert (
-        client.sbatch(script, name=name, known=["77"]) == "78"
-        and len(commands.calls("sbatch")) == 2
-    )
+    queue(commands, "77 PENDING", "78 PENDING", name=name)
+    assert client.sbatch(script, name=name, known=["77"]) == "78"
+    assert len(commands.calls("sbatch")) == 2
 
 
 def test_the_status_of_many_runs_takes_one_call_of_slurm(
@@ -197,23 +253,9 @@ def test_the_status_of_many_runs_takes_one_call_of_slurm(
     folders = [tmp_path / f"run-{number:03d}" for number in range(30)]
     for number, folder in enumerate(folders, 1):
         folder.mkdir()
-        (folder / "plan.json").write_text(
-            json.dumps(plan(folder.name, tmp_path / "data").to_json())
-        )
         ledger.note(folder, "submitted", f"{number}", site="test")
-    commands.say("squeue", 'for n in {1..30}; do echo "$n|PENDING|JobHeldUser|0:00|2:00||x"; done')
+    queue(commands, *[f"{number} PENDING" for number in range(1, 31)])
     assert len(jobs.job_status(folders)) == 30 and len(commands.calls("squeue")) == 1
-
-
-def test_without_slurm_a_submission_is_one_line(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("PATH", "/nonexistent")
-    with pytest.raises(
-        ValueError,
-        match=r"^slurm=sbatch: is not installed here; `trilane train` trains on this machine$",
-    ):
-        client.sbatch(folder / "job.sbatch")
 
 
 def test_a_chain_whose_submission_was_killed_is_found_by_its_name(
@@ -221,14 +263,11 @@ def test_a_chain_whose_submission_was_killed_is_found_by_its_name(
 ) -> None:
     """Its jobs are shown, cancelled, record themselves, and let no other be submitted."""
     (run,) = chain.create(tmp_path / "chain", plan("long", tmp_path / "d"), [], SITE, REQUEST)
-    name = client.job_name(run)
-    commands.say(
-        "squeue", "; ".join(f"echo '{job}|PENDING|None|0:00|1:00||{name}'" for job in (7, 8))
-    )
-    assert (one(run).id, one(run).waiting) == ("7", 1) and not ledger.job_ids(run)
+    queue(commands, "7 PENDING", "8 PENDING", name=client.job_name(run))
+    assert (one(run).id, one(run).waiting) == ("7", 1) and not Run(run).job_ids()
     with pytest.raises(jobs.ActiveJob, match=r"has job 7, 8 already"):
         submit_chain(tmp_path / "chain", times=2)
-    assert ledger.job_ids(run) == ["7", "8"] == jobs.cancel([run]) and not commands.calls("sbatch")
+    assert Run(run).job_ids() == ["7", "8"] == jobs.cancel([run]) and not commands.calls("sbatch")
 
 
 def test_a_run_that_trains_here_is_not_started_twice_nor_submitted(
@@ -237,93 +276,69 @@ def test_a_run_that_trains_here_is_not_started_twice_nor_submitted(
     with FolderLock([folder]).held(0):
         assert main(["train", str(folder / "plan.json")]) == 2
     assert "is locked by process" in capsys.readouterr().err
-    assert (
-        main(
-            [
-                "slurm",
-                "submit",
-                str(folder),
-                "--site",
-                "local",
-                "--allow",
-                "cluster",
-                "--allow",
-                "script",
-            ]
-        )
-        == 2
-    )
+    allowed = ["--allow", "cluster", "--allow", "script"]
+    assert main(["slurm", "submit", str(folder), "--site", "local", *allowed]) == 2
     assert "site=local: has no SLURM; `trilane train PLAN` trains here" in capsys.readouterr().err
 
 
-def test_a_completed_run_is_left_out_of_a_submission(
-    commands: Commands, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+def test_completed_runs_and_those_that_fail_again_are_left_out_of_a_submission(
+    commands: Commands,
+    folder: Path,
+    tmp_path: Path,
+    asked: list[str],
+    capsys: pytest.CaptureFixture,
 ) -> None:
-    """Until all are: then the check refuses them."""
-    done, asked = (
-        run_folder(tmp_path, plan("done", tmp_path / "data", nodes=1)),
-        tmp_path / "site.json",
-    )
-    write_status(
-        done, RunStatus(status="completed", evidence="", rank=None, exit_code=0, seconds=1.0)
-    )
-    asked.write_text(json.dumps(to_mapping(SITE)))
-    options = ["--site", str(asked), "--account", "xyz@a100", "--dry-run", "--json"]
-    for runs, wanted in (([done, folder], [folder]), ([done], [done])):
-        main(["slurm", "sweep", "submit", *map(str, runs), *options])
-        found = json.loads(capsys.readouterr().out)
-        findings = found["findings"]
-        assert [(row["jobs"], row["nodes"]) for row in found["runs"]] == [(1, 1)]
-        assert list(findings) == list(map(str, wanted))
-        assert ("run folder" in {f["rule"] for f in findings[str(wanted[0])]}) is (wanted == [done])
-    died, full = (
-        run_folder(tmp_path, plan(name, tmp_path / "data", nodes=1)) for name in ("died", "full")
-    )
-    for run, status in ((died, "crashed"), (full, "OOM")):
-        write_status(
-            run, RunStatus(status=status, evidence="", rank=None, exit_code=1, seconds=1.0)
-        )
-    main(["slurm", "submit", *map(str, (done, died, full)), *options, "--failed"])
-    assert list(json.loads(capsys.readouterr().out)["findings"]) == [str(died)], (
-        "the same plan runs out of memory again"
-    )
+    """Until all are completed: then the check refuses them."""
+    runs = {}
+    for word in ("completed", "crashed", "OOM"):
+        runs[word] = run_folder(tmp_path, plan(word, tmp_path / "data", nodes=1))
+        write_status(runs[word], status(word))
+
+    def checked(*words: object) -> dict[str, list[dict]]:
+        main(["slurm", "submit", *map(str, words), *asked, "--dry-run", "--json"])
+        return json.loads(capsys.readouterr().out)["findings"]
+
+    done = runs["completed"]
+    assert list(checked(done, folder)) == [str(folder)]
+    (findings,) = checked(done).values()
+    assert "run folder" in {finding["rule"] for finding in findings}
+    assert list(checked(*runs.values(), "--failed")) == [str(runs["crashed"])]
 
 
-def test_a_job_that_waits_takes_a_changed_plan_where_that_is_accepted(
-    commands: Commands, folder: Path
+def test_a_submission_that_accepts_changes_lets_waiting_jobs_be_and_submits_the_other_runs(
+    commands: Commands,
+    folder: Path,
+    tmp_path: Path,
+    asked: list[str],
+    capsys: pytest.CaptureFixture,
 ) -> None:
-    kept, script = copies.keep_plan(folder), copies.hash_of((folder / "job.sbatch").read_text())
-    ledger.note(folder, "submitted", "78", site="/a b/test.json", plan=kept, script=script)
+    other = run_folder(tmp_path, plan("two", tmp_path / "data", nodes=1))
+    ledger.note(folder, "submitted", "78", site="/a b.json", plan=copies.keep_plan(Run(folder)))
     edit(folder, "optimizer.lr", 6e-4)
-    assert "optimizer.lr: 0.001 -> 0.0006" in attempt.altered(folder, "78")
-    assert "--site '/a b/test.json'" in attempt.altered(folder, "78")
-    commands.say("squeue", "echo '78|PENDING|None|1:00|2:00||x'")
-    assert jobs.accept_changes(folder, "test") == ["78"] and attempt.altered(folder, "78") == ""
-    assert not jobs.unreached(folder, ["78"])
-    (folder / "job.sbatch").write_text("#!/bin/bash\n")
-    assert "job 78 keeps the job.sbatch that SLURM has" in jobs.unreached(folder, ["78"])[0]
+    assert "--site '/a b.json'" in attempt.altered(Run(folder), "78")
+    queue(commands, "78 PENDING")
+    commands.say("sbatch", "echo 90")
+    command = ["slurm", "submit", str(folder), str(other), *asked, "--accept-changes"]
+    assert main(command) == 0
+    assert capsys.readouterr().out.splitlines()[:2] == [f"78  {folder}", f"90  {other}"]
+    assert len([call for call in commands.calls("sbatch") if "--parsable" in call]) == 1
+    assert attempt.altered(Run(folder), "78") == ""
 
 
 @pytest.mark.parametrize(
     ("times", "parallel", "before"),
-    [
-        (1, 0, "---"),
-        (1, 1, "-12"),
-        (1, 2, "--1"),
-        (1, 3, "---"),
-        (2, 1, "-12345"),
-        (2, 2, "--1234"),
-    ],
+    [(1, 0, "---"), (1, 1, "-12"), (1, 2, "--1"), (2, 1, "-12345"), (2, 2, "--1234")],
 )
 def test_so_many_jobs_run_at_a_time_as_are_asked_for(
     times: int, parallel: int, before: str, commands: Commands, tmp_path: Path
 ) -> None:
     """Three runs: a job waits for the one so many before it."""
     commands.say("sbatch", f"grep -c ^sbatch {commands.log}")
-    runs = [run_folder(tmp_path, plan(name, tmp_path / "data", nodes=1)) for name in "abc"]
-    made = jobs.submit_all(runs, SITE, REQUEST, times=times, parallel=parallel)
-    assert made == [(run, str(number)) for number, run in enumerate(sorted(runs * times), 1)]
-    after = {e["id"]: e["after"] for run in runs for e in ledger.events(run, "submitted")}
+    folders = [run_folder(tmp_path, plan(name, tmp_path / "data", nodes=1)) for name in "abc"]
+    runs = [Run(folder) for folder in folders]
+    made = jobs.submit_all(runs, SITE, REQUEST, times=[times] * 3, parallel=parallel)
+    assert [job for _, job in made] == [str(number + 1) for number in range(3 * times)]
+    after = {e["id"]: e["after"] for run in runs for e in run.events("submitted")}
     assert [after[job].removeprefix("afterany:") or "-" for _, job in made] == [*before]
 
 

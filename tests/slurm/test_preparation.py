@@ -21,6 +21,7 @@ from trilane.slurm.preflight import check_job, refused
 from trilane.slurm.sites import site
 from trilane.utils.validation import to_mapping
 from trilane.workspace import prepared_corpora
+from trilane.workspace.run import Run
 
 TEXT = "to be or not to be, that is the question\n" * 40
 
@@ -89,18 +90,18 @@ def test_the_check_refuses_a_corpus_that_all_nodes_would_wait_for(
     for name, answer in (("is_installed", True), ("require_answer", None), ("test_only", "")):
         monkeypatch.setattr(client, name, lambda *_, answer=answer: answer)  # as on a login node
     monkeypatch.setattr(checks, "unprepared", lambda *_: large)
-    (found,) = (f for f in refused(check_job(p, SITE, REQUEST, folder)) if f.rule == "corpus")
+    (found,) = (f for f in refused(check_job(p, SITE, REQUEST, Run(folder))) if f.rule == "corpus")
     assert (
         "40 GB of text are not prepared, and 1 nodes would wait" in found.message
         and "prepare" in found.remedy
     )
-    assert "corpus" not in {f.rule for f in check_job(p, site("local"), REQUEST, folder)}
+    assert "corpus" not in {f.rule for f in check_job(p, site("local"), REQUEST, Run(folder))}
     missing = replace(
         p, data=replace(p.data, source="corpus.jsonl")
     )  # in the folder above, which is not the job's
-    assert "data" in {f.rule for f in refused(check_job(missing, SITE, REQUEST, folder))}
+    assert "data" in {f.rule for f in refused(check_job(missing, SITE, REQUEST, Run(folder)))}
     monkeypatch.chdir(corpus.parent)
-    assert "data" not in {f.rule for f in check_job(missing, site("local"), REQUEST, folder)}
+    assert "data" not in {f.rule for f in check_job(missing, site("local"), REQUEST, Run(folder))}
 
 
 def test_the_script_of_a_job_of_one_core_prepares_the_corpus(

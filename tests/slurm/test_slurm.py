@@ -41,12 +41,12 @@ from trilane.config.batch_rampup import Ramp
 from trilane.config.plan import Plan
 from trilane.launch import local
 from trilane.logs.run import read_log
-from trilane.slurm import chain, client, copies, jobs, ledger, script, study_runs
+from trilane.slurm import chain, client, copies, jobs, script, study_runs
 from trilane.slurm.checks import REFUSAL
 from trilane.slurm.preflight import check_job
 from trilane.utils.validation import to_mapping
-from trilane.workspace import installation
-from trilane.workspace import run_folder as attempts
+from trilane.workspace import installation, ledger
+from trilane.workspace import run as attempts
 from trilane.workspace.checkpoints import FOLDER, latest
 
 sys.path.insert(0, str(REPOSITORY / "benchmarks"))
@@ -112,7 +112,7 @@ def test_two_nodes_of_two_processes_train_to_the_end_with_the_code_that_was_subm
     own = replace(SITE, stage_env=f"{tmp_path}/node/$SLURMD_NODENAME")
     request = replace(REQUEST, environment=str(environment))
     folder = run_folder(tmp_path, plan("two", tmp_path.parent / "data"))
-    script.rewrite(folder, own, request)
+    script.rewrite(attempts.Run(folder), own, request)
     text = (folder / "job.sbatch").read_text()
     export = f"#SBATCH --export=NONE\nexport PYTHONPATH={installed}\nset -"
     (folder / "job.sbatch").write_text(text.replace("set -", export, 1))
@@ -133,7 +133,7 @@ def test_two_nodes_of_two_processes_train_to_the_end_with_the_code_that_was_subm
     codes = {e["code"] for e in ledger.events(folder, "submitted", "started")}
     assert codes == {path.name for path in (folder / "code").iterdir()}
     # what remains once squeue forgot it
-    wait_until(lambda: bool(client._accounted([job])), 60, "accounting")
+    wait_until(lambda: bool(client.past([job])), 60, "accounting")
     with pytest.raises(ValueError, match=r"^run folder=.*: holds a completed run; take a new one$"):
         jobs.submit(folder, SITE, REQUEST)
 
@@ -154,7 +154,7 @@ def test_sbatch_accepts_every_script_of_every_site_and_the_check_refuses_what_it
         ({"exclude": "jz-a100-[1-51]"}, "requested node configuration is not available"),
     ):
         folder = run_folder(tmp_path / words, p, replace(REQUEST, **wish))
-        found = [f for f in check_job(p, SITE, REQUEST, folder) if f.rule == "sbatch"]
+        found = [f for f in check_job(p, SITE, REQUEST, attempts.Run(folder)) if f.rule == "sbatch"]
         assert [f.level for f in found] == [REFUSAL] and words in found[0].message.lower()
 
 
@@ -220,7 +220,7 @@ def test_a_killed_submission_leaves_one_job(
         assert submit_races.together([lambda: jobs.submit(folder, SITE, REQUEST)]) == 0
     submit_races.together([lambda: jobs.submit(folder, SITE, REQUEST)])
     (job,) = submit_races.jobs_of(folder)
-    assert ledger.job_ids(folder) == [job] == jobs.cancel([folder])
+    assert attempts.Run(folder).job_ids() == [job] == jobs.cancel([folder])
 
 
 def test_of_submissions_and_of_jobs_at_once_one_is_made_or_begins(
@@ -277,10 +277,7 @@ def test_two_links_on_1_and_2_nodes_follow_the_ramp_with_the_losses_of_one_run(
     (tmp_path / "plan.json").write_text(json.dumps(p.to_json()))
     folder, asked = str(tmp_path / "chain"), ["--site", site, *ASKED]
     stages = ["--stages", "8:1:1,16:2:1"]
-    assert (
-        main(["slurm", "chain", "create", str(tmp_path / "plan.json"), folder, *asked, *stages])
-        == 0
-    )
+    assert main(["slurm", "chain", str(tmp_path / "plan.json"), folder, *asked, *stages]) == 0
     capsys.readouterr()
     assert main(["slurm", "submit", folder, *asked]) == 0
     submitted, paths = (
@@ -408,9 +405,7 @@ def test_of_a_sweep_one_run_fails_and_is_submitted_again_alone(
         ["--site", site, *ASKED],
         ["slurm", "submit", str(folder), "--site", site, *ASKED],
     )
-    assert (
-        main(["slurm", "sweep", "create", str(tmp_path / "plans.json"), str(folder), *asked]) == 0
-    )
+    assert main(["slurm", "sweep", str(tmp_path / "plans.json"), str(folder), *asked]) == 0
     assert main(submit) == 1  # the check sees that the corpus is missing
     assert '"data"' in capsys.readouterr().out
     assert main([*submit, "--allow", "data", "--parallel", "1"]) == 0

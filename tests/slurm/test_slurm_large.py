@@ -21,9 +21,9 @@ from trilane.config.model import parse_shape
 from trilane.config.parallelism import Topology
 from trilane.config.plan import Plan
 from trilane.config.training import Run
-from trilane.slurm import chain, client, jobs, ledger
+from trilane.slurm import chain, client, jobs
 from trilane.utils.files import json_lines
-from trilane.workspace import run_folder
+from trilane.workspace import ledger, run
 from trilane.workspace.checkpoints import FOLDER, latest, name_of
 from trilane.workspace.heartbeat import read_beats
 
@@ -80,7 +80,7 @@ class Rehearsal:
     def lead_to(self, iteration: int) -> None:
         """Let the training begin all iterations up to this one, and wait until it has."""
         (self.folder / "allowed").write_text(str(iteration))
-        self.wait(lambda: run_folder.iteration(self.folder) >= iteration, f"iteration {iteration}")
+        self.wait(lambda: run.iteration(self.folder) >= iteration, f"iteration {iteration}")
 
     def wait(self, true: Callable[[], bool], what: str) -> None:
         """Wait, and print how long all took; where it takes too long, show what the job has

@@ -36,7 +36,8 @@ def test_the_runs_of_a_study_are_its_best_plans_and_one_with_tp_and_pp(outputs: 
     assert list(found.to_frame().iloc[2]) == row, "by the prediction in plans.json"
     assert list(found.start(False).to_frame()["run"]) == [r.folder.name for r in found.rows]
     hours = 100 * predict(plans[3]).sec_per_it / 3600
-    (link,) = chain.link_records(found.folders[2:], request)
+    folder = found.rows[2].folder
+    (link,) = chain.costs({folder: found.rows[2].plan}, request)
     sizes = {
         "gpus": 8,
         "nodes": 1,
@@ -46,11 +47,8 @@ def test_the_runs_of_a_study_are_its_best_plans_and_one_with_tp_and_pp(outputs: 
         "last": 100,
         "jobs": math.ceil(hours * 10),
     }
-    assert link == sizes | {"run": str(found.folders[2]), "hours": hours, "gpu_hours": hours * 8}
+    assert link == sizes | {"run": str(folder), "hours": hours, "gpu_hours": hours * 8}
     link |= {"run": "r", "batches": [32, 64, 512], "hours": 1.5, "gpu_hours": 12.0, "jobs": 3}
-    text = "r: iterations 1-100, 1 nodes, 8 GPUs, mbs 4, batch 32 to 512, 1.50 h, 12.00 GPU hours, 3 jobs"
-    assert chain.link_line(link) == text
-    assert (
-        chain.total_line([link] * 2)
-        == "in all: 2 runs, 6 jobs, 3.00 h one after another, 24.00 GPU hours"
-    )
+    line = "r: iterations 1-100, 1 nodes, 8 GPUs, mbs 4, batch 32 to 512, 1.50 h, 12.00 GPU hours, 3 jobs"
+    total = "in all: 2 runs, 6 jobs, 3.00 h one after another, 24.00 GPU hours"
+    assert chain.costs_text([link] * 2).splitlines() == [line, line, total]

@@ -23,9 +23,10 @@ from trilane.cli.app import main
 from trilane.costmodel.shipped import calibration_for
 from trilane.launch.outcome import judge
 from trilane.report import html, notebook
-from trilane.slurm import attempt, chain, client, jobs, ledger, sites
+from trilane.slurm import attempt, chain, client, jobs, sites
 from trilane.utils.validation import shipped_json
-from trilane.workspace import checkpoints, phase_times, run_folder, status
+from trilane.workspace import checkpoints, ledger, phase_times, status
+from trilane.workspace import run as run_module
 from trilane.workspace.heartbeat import Heartbeat, NodeReport, read_beats
 from trilane.workspace.study import Study, load_cluster
 from trilane_diagnose import nodes
@@ -149,16 +150,16 @@ def cli(*words: str) -> Callable[[Path], object]:
 def cut_and_begin(run: Path) -> None:
     """As a job that starts again."""
     attempt.begin(run, {**JOB, "TRILANE_SWEEP": str(run.parents[1])})
-    run_folder.iteration(run)
-    run_folder.cut_steps(run, 2)
-    run_folder.put_aside(run, keep=True)
+    run_module.iteration(run)
+    run_module.cut_steps(run, 2)
+    run_module.put_aside(run, keep=True)
 
 
 def ends(run: Path) -> None:
     jobs.job_status([run]).to_frame()
     judge(run, 1, 1.0)
     nodes.end(run, 1, JOB)
-    run_folder.is_completed(run)
+    assert run_module.Run(run).is_completed in (True, False)
 
 
 Reader = Callable[[Path], object]

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from support import small_plan
 
-from trilane.workspace.run_folder import cut_steps, is_completed, iteration, put_aside
+from trilane.workspace.run import Run, cut_steps, iteration, put_aside
 from trilane.workspace.status import RunStatus, Status, write_status
 
 
@@ -67,6 +67,6 @@ def test_a_completed_run_whose_plan_is_extended_has_more_to_do(tmp_path: Path) -
         (tmp_path / "plan.json").write_text(
             json.dumps(small_plan(train_iters=iterations).to_json())
         )
-        assert is_completed(tmp_path) is completed
+        assert Run(tmp_path).is_completed is completed
     (tmp_path / "plan.json").unlink()
-    assert is_completed(tmp_path)
+    assert Run(tmp_path).is_completed

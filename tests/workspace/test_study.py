@@ -7,8 +7,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from support import small_plan
 
-from trilane.workspace import run_folder
-from trilane.workspace.run_folder import write_text
+from trilane.workspace import run as run_module
+from trilane.workspace.run import write_text
 from trilane.workspace.status import RunStatus, Status, write_status
 from trilane.workspace.study import Study
 
@@ -58,8 +58,8 @@ def test_a_run_folder_is_never_used_twice_but_a_completed_equal_run_is_found_aga
 def test_nothing_is_lost_where_two_save_at_once(outputs, monkeypatch):
     """Each of them finds the version of another, also one that was written since it looked."""
     here = Study.create("s")
-    keep = run_folder.set_aside
-    monkeypatch.setattr(run_folder, "set_aside", lambda path: (keep(path), time.sleep(0.02)))
+    keep = run_module.set_aside
+    monkeypatch.setattr(run_module, "set_aside", lambda path: (keep(path), time.sleep(0.02)))
     with ThreadPoolExecutor(4) as pool:
         list(
             pool.map(lambda n: Study("s").save("plans.json", {"plan": n}, "02_topology"), range(4))

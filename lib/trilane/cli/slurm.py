@@ -4,6 +4,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from trilane.cli.app import GROUPS, Answer, Group, command, note
 from trilane.config.options import option
@@ -11,14 +12,15 @@ from trilane.config.plan import Plan, locate_plan, read_plan
 from trilane.costmodel.shipped import constants_of, replaced
 from trilane.launch.local import run_folder as run_folder_of
 from trilane.slurm import chain as chains
-from trilane.slurm import client, jobs, ledger, preflight, sites
+from trilane.slurm import client, jobs, preflight, sites
 from trilane.slurm import script as scripts
 from trilane.slurm import study_runs as several
+from trilane.slurm.checks import JobFinding
 from trilane.slurm.sites import JobRequest, Site
 from trilane.utils.hooks import hook
 from trilane.utils.tables import one_line
 from trilane.utils.validation import require_file, to_mapping
-from trilane.workspace.run_folder import is_completed
+from trilane.workspace.run import Run
 from trilane.workspace.status import Status
 from trilane.workspace.study import run_folders
 
@@ -50,8 +52,8 @@ def check(plan: Path, job: Job) -> Answer:
         found = [preflight.of_error(error)]
     else:
         note_constants(read, job.site)
-        found = preflight.check_job(read, job.site, job, file.parent, job.allow)
-    text = "\n".join(map(preflight.line, found)) or "nothing found"
+        found = preflight.check_job(read, job.site, job, Run(file.parent), job.allow)
+    text = "\n".join(finding.summary() for finding in found) or "nothing found"
     values = {"findings": [finding.to_json() for finding in found]}
     return Answer(values, text, int(bool(preflight.refused(found))))
 
@@ -94,58 +96,57 @@ def submit(
 ) -> Answer:
     """Submit runs that have not completed: all, or if the check refuses one, none."""
     client.require_answer("; nothing was submitted: submit again when it answers")
-    folders = folders_of(runs)
+    folders = dict.fromkeys(folders_of(runs))
+    every = [Run(folder) for folder in folders]
     # where all are completed, the check refuses them with that reason
-    folders = [folder for folder in folders if not is_completed(folder)] or folders
+    asked = [run for run in every if not run.is_completed] or every
     if failed:
         # what did not fit does not fit again
-        able = [s.has_failed and s.status is not Status.OOM for s in jobs.job_status(folders)]
-        folders = [folder for folder, again in zip(folders, able, strict=True) if again]
+        states = jobs.job_status(run.folder for run in asked)
+        able = [state.has_failed and state.status is not Status.OOM for state in states]
+        asked = [run for run, again in zip(asked, able, strict=True) if again]
     if rewrite:
-        for folder in folders:
-            scripts.rewrite(folder, job.site, job)
+        for run in asked:
+            scripts.rewrite(run, job.site, job)
     allow = (*job.allow, "changes") if accept_changes else job.allow
-    findings = dict[Path, list[preflight.JobFinding]]()
-    for folder in folders:
-        plan = read_plan(folder / "plan.json")
-        note_constants(plan, job.site)
-        findings[folder] = preflight.check_job(plan, job.site, job, folder, allow)
+    findings = dict[Run, list[JobFinding]]()
+    for run in asked:
+        note_constants(run.plan, job.site)
+        findings[run] = preflight.check_job(run.plan, job.site, job, run, allow)
     is_refused = any(preflight.refused(found) for found in findings.values())
-    rows = chains.link_records(folders, job) if dry_run or until_done else []
-    often: int | dict[Path, int] = times
+    rows = []
+    if dry_run or until_done:
+        rows = chains.costs({run.folder: run.plan for run in asked}, job)
+    counts = dict.fromkeys(map(str, folders), times)
     if until_done:
-        often = {Path(r["run"]): max(times, math.ceil(MARGIN * r["jobs"])) for r in rows}
-    submitted = dict[str, list[str]]()
+        for row in rows:
+            counts[row["run"]] = max(times, math.ceil(MARGIN * row["jobs"]))
+    submitted = dict[Run, list[str]]()
     if not is_refused and not dry_run:
         if accept_changes:
-            for folder in folders:
-                if waiting := jobs.accept_changes(folder, job.site.source):
-                    submitted[str(folder)] = waiting
-                    note(jobs.unreached(folder, waiting))
-        others = [folder for folder in folders if str(folder) not in submitted]
+            for run in asked:
+                if waiting := jobs.accept_changes(run, job.site.source):
+                    submitted[run] = waiting
+        others = [run for run in asked if run not in submitted]
         # a stage loads the checkpoint of the one before
         most = 1 if any(chains.is_chain(run) for run in runs) else parallel
-        for folder, one in jobs.submit_all(others, job.site, job, times=often, parallel=most):
-            submitted.setdefault(str(folder), []).append(one)
+        each = [counts[str(run.folder)] for run in others]
+        for run, one in jobs.submit_all(others, job.site, job, times=each, parallel=most):
+            submitted.setdefault(run, []).append(one)
     lines = []
-    for folder in folders:
-        ids = submitted.get(str(folder), ["not submitted"])
-        lines.append(f"{', '.join(ids)}  {folder}")
-    for folder, found in findings.items():
-        lines += [f"{folder.name}: {preflight.line(finding)}" for finding in found]
-    values = {
-        "findings": {str(path): [f.to_json() for f in found] for path, found in findings.items()},
-        "submitted": submitted,
-    }
+    for run in asked:
+        ids = submitted.get(run, ["not submitted"])
+        lines.append(f"{', '.join(ids)}  {run.folder}")
+    values: dict[str, Any] = {"findings": {}, "submitted": {}}
+    for run, found in findings.items():
+        lines += [f"{run.folder.name}: {finding.summary()}" for finding in found]
+        values["findings"][str(run.folder)] = [finding.to_json() for finding in found]
+    for run, ids in submitted.items():
+        values["submitted"][str(run.folder)] = ids
     if dry_run:
         values["runs"] = rows
-        lines += links_text(rows)
+        lines.append(chains.costs_text(rows))
     return Answer(values, "\n".join(lines) or "nothing to submit", int(is_refused))
-
-
-def links_text(rows: Sequence[dict]) -> list[str]:
-    """Runs with their predicted hours, a line each, and their sum."""
-    return [*map(chains.link_line, rows), chains.total_line(rows)] if rows else []
 
 
 @command(slurm)
@@ -160,12 +161,11 @@ def status(
     client.require_answer()
     folders = folders_of(runs)
     found = jobs.job_status(folders)
-    note([line for line in map(ledger.damaged, folders) if line])
     values = []
     text = []
     for job, folder in zip(found, folders, strict=True):
         values.append(job.to_json())
-        text.append(job.line())
+        text.append(job.summary())
         if lines:
             values[-1]["lines"] = jobs.logs(folder, lines)
             text += values[-1]["lines"]
@@ -247,8 +247,8 @@ def chain(
     known = constants_of(read, calibration)
     note(replaced(read, known))
     links = chains.create(folder, replace(read, calibration=known.kept()), asked, job.site, job)
-    rows = chains.link_records(links, job)
-    return Answer({"links": rows}, "\n".join(links_text(rows)))
+    rows = chains.costs({path: read_plan(path) for path in links}, job)
+    return Answer({"links": rows}, chains.costs_text(rows))
 
 
 @command(slurm)

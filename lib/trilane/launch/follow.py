@@ -7,7 +7,7 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,10 @@ from trilane.config.plan import Plan
 from trilane.utils.files import Appended, json_object
 from trilane.utils.process import Child, interrupt
 from trilane.utils.progress import BATCH, bar, is_watched
+
+POLL_S = 0.1
+# a disk with less cannot take what the ranks print until the next poll
+FULL_BYTES = 1 << 14
 
 
 def follow(
@@ -31,75 +35,74 @@ def follow(
     Raises TimeoutError after `deadline` (seconds of the monotonic clock), and what `check`, called
     each poll, raises; the child is ended then. What `news` returns is another line of the log.
     """
-    tails = [Tail(folder / "ranks" / f"{rank}.log") for rank in range(plan.topology.gpus)]
-    steps, log, was_full = Tail(folder / "steps.jsonl"), Appended(folder / "run.log"), False
+    ranks = [Tail(folder / f"ranks/{rank}.log") for rank in range(plan.topology.gpus)]
+    steps = Tail(folder / "steps.jsonl")
+    log = Appended(folder / "run.log")
     log.write(b"")  # it exists from the start
+    was_full = False
+
+    def copy(rest: bool = False) -> None:
+        text = ""
+        for tail in ranks:
+            text += "".join(f"{line}\n" for line in tail.lines(rest))
+        if text:
+            log.write(text.encode())
+
     with progress(plan.label, plan.run.train_iters, show_progress) as show:
         try:
             while True:
                 code = child.poll()
-                _copy(tails, log)
-                was_full = _warn_if_full(folder, was_full)
-                for step in filter(None, map(json_object, steps.lines())):
-                    show(step)
+                copy()
+                # the ranks report it only in files on that disk
+                is_full = shutil.disk_usage(folder).free < FULL_BYTES
+                if is_full and not was_full:
+                    text = f"trilane: no space is left on the disk of {folder}; training continues"
+                    print(f"{text}, and records its steps later", file=sys.stderr, flush=True)
+                was_full = is_full
+                for line in steps.lines():
+                    if step := json_object(line):
+                        show(step)
                 if code is not None:
                     return code
                 check()
-                if line := news():
-                    log.write(f"trilane: {line}\n".encode())
+                if text := news():
+                    log.write(f"trilane: {text}\n".encode())
                 if time.monotonic() > deadline:
                     raise TimeoutError
-                time.sleep(0.1)
+                time.sleep(POLL_S)
         finally:
             # torchrun ends its workers without a save; until they end the ranks train on, and print
             # it
             interrupt(child)
-            _copy(tails, log, rest=True)
-
-
-def _copy(tails: Sequence["Tail"], log: Appended, rest: bool = False) -> None:
-    """Append each rank's new whole lines to `log`, one rank after the other."""
-    if text := "".join(f"{line}\n" for tail in tails for line in tail.lines(rest)):
-        log.write(text.encode())
-
-
-def _warn_if_full(folder: Path, was_full: bool) -> bool:
-    """Whether the disk is full, with a warning when that changes."""
-    # the ranks report it only in files on that disk
-    is_full = shutil.disk_usage(folder).free < 1 << 14
-    if is_full and not was_full:
-        then = "training continues, and records its steps later"
-        print(
-            f"trilane: no space is left on the disk of {folder}; {then}",
-            file=sys.stderr,
-            flush=True,
-        )
-    return is_full
+            copy(rest=True)
 
 
 class Tail:
     """New lines of a file that another process writes, and that may not exist yet."""
 
     def __init__(self, path: Path) -> None:
-        self._path, self._at, self._rest = path, 0, b""
+        self._path = path
+        self._at = 0
+        self._rest = b""
 
     def lines(self, rest: bool = False) -> list[str]:
         """The whole lines added since the last call; with `rest` also an unfinished last one."""
-        new = b""
         # opened at each call: on NFS only this asks the server for what other hosts added
-        with (
-            contextlib.suppress(FileNotFoundError, IsADirectoryError),
-            self._path.open("rb") as file,
-        ):
-            # replaced by a shorter one: a resumed run cuts steps.jsonl
-            if file.seek(0, os.SEEK_END) < self._at:
-                self._at, self._rest = 0, b""
-            file.seek(self._at)
-            new = file.read()
+        try:
+            with self._path.open("rb") as file:
+                # replaced by a shorter one: a resumed run cuts steps.jsonl
+                if file.seek(0, os.SEEK_END) < self._at:
+                    self._at = 0
+                    self._rest = b""
+                file.seek(self._at)
+                new = file.read()
+        except (FileNotFoundError, IsADirectoryError):
+            new = b""
         self._at += len(new)
         whole, end, self._rest = (self._rest + new).rpartition(b"\n")
         if rest:
-            whole, end, self._rest = whole + end + self._rest, b"", b""
+            whole += end + self._rest
+            self._rest = b""
         return whole.decode("utf-8", "replace").splitlines()
 
 
@@ -110,23 +113,24 @@ def progress(
     """A function that shows one record of steps.jsonl: as a bar, as five lines in a batch, or not
     at all.
     """
+    is_batch = bool(os.environ.get(BATCH))
 
-    def line(step: Mapping[str, Any]) -> None:
-        done, loss, seconds = step["iteration"], step["lm_loss"], step["sec_per_it"]
+    def print_fifth(step: Mapping[str, Any]) -> None:
+        done = step["iteration"]
         if done % max(1, train_iters // 5) == 0:
-            print(f"{label}: {done}/{train_iters}, loss {loss:.3f}, {seconds:.3f} s/it", flush=True)
+            facts = f"loss {step['lm_loss']:.3f}, {step['sec_per_it']:.3f} s/it"
+            print(f"{label}: {done}/{train_iters}, {facts}", flush=True)
 
-    if not wanted or not (os.environ.get(BATCH) or is_watched()):
+    if not wanted or not (is_batch or is_watched()):
         yield lambda step: None
-    elif os.environ.get(BATCH):
-        yield line
+    elif is_batch:
+        yield print_fifth
     else:
         with bar(total=train_iters, desc=label, unit="it") as shown:
 
             def show(step: Mapping[str, Any]) -> None:
-                shown.set_postfix_str(
-                    f"loss {step['lm_loss']:.3f}, {step['sec_per_it']:.3f} s/it", refresh=False
-                )
+                facts = f"loss {step['lm_loss']:.3f}, {step['sec_per_it']:.3f} s/it"
+                shown.set_postfix_str(facts, refresh=False)
                 shown.update(step["iteration"] - shown.n)
 
             yield show

@@ -27,8 +27,8 @@ from trilane.utils.process import Child, announced, held_port, interrupt, python
 from trilane.utils.validation import read_json, require, require_known
 from trilane.workspace.continuation import require_continuable
 from trilane.workspace.installation import outputs_root
-from trilane.workspace.run_folder import put_aside
-from trilane.workspace.status import RunStatus, Status, known_status, write_status
+from trilane.workspace.run import Run, is_started, put_aside
+from trilane.workspace.status import RunStatus, Status, write_status
 from trilane.workspace.study import Study
 
 
@@ -53,7 +53,7 @@ def train_local(
     with the calling thread, even where that is killed.
     """
     folder = Path(folder).resolve()
-    plan = read_plan(folder / "plan.json")
+    plan = read_plan(folder)
     require_trainable(plan.topology, plan.run.fused)
     _require_ready(folder, plan, resume)
     node = plan.cluster.gpus_per_node
@@ -96,26 +96,27 @@ def train(
     plan = replace(plan, label=label, layer=own, data=data, run=replace(plan.run, **run))
     text = json.dumps(plan.to_json(), indent=1) + "\n"
     folder, is_completed = Study.open(study).run_folder(plan, {"plan.json": text})
-    done = known_status(folder) if is_completed else None
-    return TrainedRun(folder=folder, status=done or train_local(folder))
+    status = Run(folder).status
+    if not is_completed or status is None:
+        status = train_local(folder)
+    return TrainedRun(folder=folder, status=status)
 
 
 def _run(
     folder: Path, plan: Plan, port: int, show_progress: bool, begin: float, timeout_s: float
 ) -> RunStatus:
     """Prepare the data and train; how it ended. Ctrl-C is recorded, and raised."""
-    start, deadline = {"TRILANE_START": secrets.token_hex(8)}, begin + timeout_s
+    start = {"TRILANE_START": secrets.token_hex(8)}
     try:
         prepare_data(folder / "plan.json")
         monitor = hook("monitor")(folder, plan, start)
         with contextlib.closing(monitor), torchrun(folder, plan, port, start) as child:
             with forwarding_signals(child):
-                code = follow(
-                    child, folder, plan, show_progress, deadline, monitor.check, monitor.news
-                )
-            return monitor.corrected(
-                judge(folder, code, _since(begin), monitor.iteration), {*failed_ranks(folder)}
-            )
+                deadline = begin + timeout_s
+                watched = (monitor.check, monitor.news)
+                code = follow(child, folder, plan, show_progress, deadline, *watched)
+            outcome = judge(folder, code, _since(begin), monitor.iteration)
+            return monitor.corrected(outcome, set(failed_ranks(folder)))
     except KeyboardInterrupt:
         _record(folder, _ended(Status.CANCELLED, "Ctrl-C", begin))
         raise
@@ -143,38 +144,34 @@ def _require_ready(folder: Path, plan: Plan, resume: bool) -> None:
     except OSError as error:
         raise ValueError(f"run folder={folder}: cannot be written to ({error.strerror})") from None
     if resume:
-        require(
-            not (folder / "stop").exists(),
-            "run folder",
-            folder,
-            "holds the file `stop`; remove it to resume",
-        )
-    for name in () if resume else ("run.log", "steps.jsonl", "status.json"):
-        rule = f"holds a run already ({name}); resume it, or use a new folder"
-        require(not (folder / name).exists(), "run folder", folder, rule)
+        rule = "holds the file `stop`; remove it to resume"
+        require(not (folder / "stop").exists(), "run folder", folder, rule)
+    else:
+        rule = "holds a run already; resume it, or use a new folder"
+        require(not is_started(folder), "run folder", folder, rule)
 
 
 def environment(processes: int) -> dict[str, str]:
     """The environment of `processes` children: cores divided among them, gloo on the loopback, this
     trilane first.
     """
-    cores = (
-        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    )
-    threads = str(max(1, cores // processes))
-    own = str(Path(__file__).parents[2])
-    paths = [own, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+    cores = os.cpu_count() or 1
+    if hasattr(os, "sched_getaffinity"):
+        cores = len(os.sched_getaffinity(0))
+    paths = [str(Path(__file__).parents[2])]
+    paths += filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
     changes = {
         # Waiting threads spin for milliseconds by default; where other processes need the core, an
         # iteration then takes ten times as long. libgomp itself takes this value once threads
         # outnumber cores.
         "GOMP_SPINCOUNT": os.environ.get("GOMP_SPINCOUNT", "1000"),
         "PYTHONPATH": os.pathsep.join(dict.fromkeys(paths)),
-        **dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), threads),
         "GLOO_SOCKET_IFNAME": "lo",
         "TOKENIZERS_PARALLELISM": "false",
         **announced(),
     }
+    for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
+        changes[name] = str(max(1, cores // processes))
     return process.environment(changes)
 
 
@@ -184,9 +181,11 @@ def prepare_data(plan: Path) -> list[str]:
     """
     command = python("-m", "trilane_engine.data.corpus", str(plan))
     done = process.run(command, environment(1))
-    last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
     if done.returncode != 0:
-        raise ValueError(last if done.returncode == 2 else f"data: could not be prepared ({last})")
+        last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+        # of a mistake in the plan it is the message
+        is_message = done.returncode == 2
+        raise ValueError(last if is_message else f"data: could not be prepared ({last})")
     return done.stdout.splitlines()
 
 
@@ -196,20 +195,17 @@ def torchrun(folder: Path, plan: Plan, port: int, start: dict[str, str]) -> Iter
 
     `start` names this start of the run in its ranks' environment.
     """
-    # in its own process group: Ctrl-C reaches this process alone, which then ends the others in
-    # order
-    ranks, processes = folder / "ranks", plan.topology.gpus
+    ranks = folder / "ranks"
     ranks.mkdir(exist_ok=True)
+    processes = plan.topology.gpus
     command = python("-m", "trilane_engine.torchrun", str(ranks / "failures.json"))
-    command += [
-        "--nnodes=1",
-        f"--nproc-per-node={processes}",
-        "--master-addr=127.0.0.1",
-        f"--master-port={port}",
-    ]
+    command += ["--nnodes=1", f"--nproc-per-node={processes}"]
+    command += ["--master-addr=127.0.0.1", f"--master-port={port}"]
     command += ["--module", "trilane_engine", str(folder / "plan.json")]
     env = {**environment(processes), "TRILANE_RANK_LOGS": str(ranks), **start}
     with (ranks / "torchrun.log").open("ab") as log:
+        # in its own process group: Ctrl-C reaches this process alone, which then ends the others in
+        # order
         child = process.start(command, env, stdout=log, stderr=log, process_group=0)
     try:
         yield child
@@ -223,14 +219,13 @@ def forwarding_signals(child: Child) -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    wanted = (signal.SIGUSR1, signal.SIGTERM)
-    before = [
-        signal.signal(number, lambda number, _: child.send_signal(number)) for number in wanted
-    ]
+    before = {}
+    for number in (signal.SIGUSR1, signal.SIGTERM):
+        before[number] = signal.signal(number, lambda number, _: child.send_signal(number))
     try:
         yield
     finally:
-        for number, handler in zip(wanted, before, strict=True):
+        for number, handler in before.items():
             signal.signal(number, handler)
 
 
@@ -255,15 +250,15 @@ def run_folder(plan: Path | str, reuse: bool = False) -> Path:
     if file.name == "plan.json" and not name:
         return file.parent
     values = read_plan_values(plan)
-    read = plan_from_json(values)
     folder = file.with_name(f"{file.stem}-{name}" if name else file.stem)
-    if reuse and (folder / "plan.json").is_file() and read_plan(folder / "plan.json") == read:
+    read = plan_from_json(values)
+    if reuse and (folder / "plan.json").is_file() and Run(folder).plan == read:
         return folder
-    require(
-        not folder.exists(), "plan", plan, f"would run in {folder}, which exists; move one of them"
-    )
+    rule = f"would run in {folder}, which exists; move one of them"
+    require(not folder.exists(), "plan", plan, rule)
     folder.mkdir()
-    own = values == read_json(file, "plan")  # a plan's own file is copied as it is
-    text = file.read_text(encoding="utf-8") if own else json.dumps(values, indent=1) + "\n"
+    text = json.dumps(values, indent=1) + "\n"
+    if values == read_json(file, "plan"):  # a plan's own file is copied as it is
+        text = file.read_text(encoding="utf-8")
     (folder / "plan.json").write_text(text, encoding="utf-8")
     return folder

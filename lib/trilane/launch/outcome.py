@@ -12,6 +12,8 @@ from trilane.logs.run import RunLog, read_log
 from trilane.utils.files import read_text
 from trilane.workspace.status import RunStatus, Status, known_status, verdict
 
+SIGNALS = {-number.value: number.name for number in signal.Signals}
+
 
 class Hang(Exception):
     """The run hangs; `outcome` names the suspected rank."""
@@ -31,23 +33,21 @@ def judge(folder: Path, code: int, seconds: float, done: int = 0) -> RunStatus:
     if written:
         written = replace(written, seconds=seconds)
     # where a disk stays full the engine cannot write its status.json
-    rank, evidence, status = (
-        None,
-        f"iteration {done}; the disk was full, and holds no status.json",
-        Status.STOPPED,
-    )
+    evidence = f"iteration {done}; the disk was full, and holds no status.json"
+    status = Status.STOPPED
+    rank, log = None, None
     if code:
+        log = last_log(folder)
         rank, how = culprit(folder)
-        status = Status.KILLED if how.startswith("killed by SIGKILL") else Status.CRASHED
-        evidence = (
-            f"{'torchrun' if rank is None else f'rank {rank}'}: {how}{_last_line(folder, rank)}"
-        )
+        status = Status.CRASHED
+        if how.startswith("killed by SIGKILL"):
+            status = Status.KILLED
+        name = "torchrun" if rank is None else f"rank {rank}"
+        evidence = f"{name}: {how}{_last_line(folder, rank)}"
     otherwise = RunStatus(
         status=status, evidence=evidence, rank=rank, exit_code=code, seconds=seconds
     )
-    return verdict(
-        code=code, written=written, log=last_log(folder) if code else None, otherwise=otherwise
-    )
+    return verdict(code=code, written=written, log=log, otherwise=otherwise)
 
 
 def last_log(folder: Path) -> RunLog | None:
@@ -56,8 +56,9 @@ def last_log(folder: Path) -> RunLog | None:
     if not path.is_file():
         return None
     text = path.read_bytes()
+    begin = max(text.rfind(b"\nSTART "), 0)
     with tempfile.NamedTemporaryFile(suffix=".log") as part:
-        part.write(text[max(text.rfind(b"\nSTART "), 0) :])
+        part.write(text[begin:])
         part.flush()
         try:
             return read_log(part.name)
@@ -66,21 +67,30 @@ def last_log(folder: Path) -> RunLog | None:
 
 
 def culprit(folder: Path) -> tuple[int | None, str]:
-    """The rank that failed first, and how if by a signal; None where torchrun itself failed."""
-    # torchrun polls ten times a second, may find several ranks dead at once, and lists those that
-    # it then ended itself. A rank killed by a signal failed first, unless by torchrun's SIGTERM or
-    # its own SIGABRT (gloo and NCCL abort when a peer is gone). Among equals it is the one whose
-    # log ends first, since the others broke only when its connections closed; ranks that printed
-    # nothing come last.
+    """The rank that failed first, and how if by a signal; None where torchrun itself failed.
+
+    torchrun polls ten times a second, may find several ranks dead at once, and lists those that it
+    then ended itself. A rank killed by a signal failed first, unless by torchrun's SIGTERM or its
+    own SIGABRT (gloo and NCCL abort when a peer is gone). Among equals it is the one whose log ends
+    first, since the others broke only when its connections closed; ranks that printed nothing come
+    last.
+    """
     failures = failed_ranks(folder)
     if not failures:
         return None, ""
-    later = {-signal.SIGABRT: 2, -signal.SIGTERM: 3}
-    order = {rank: later.get(code, int(code >= 0)) for rank, code in failures.items()}
-    rank = min(failures, key=lambda r: (order[r], _fell_silent(folder / "ranks" / f"{r}.log")))
+
+    def order(rank: int) -> tuple[int, bool, int]:
+        code, log = failures[rank], folder / f"ranks/{rank}.log"
+        group = {-signal.SIGABRT: 2, -signal.SIGTERM: 3}.get(code, int(code >= 0))
+        if not log.exists() or log.stat().st_size == 0:
+            return group, True, 0
+        return group, False, log.stat().st_mtime_ns
+
+    rank = min(failures, key=order)
     code = failures[rank]
-    names = {number.value: number.name for number in signal.Signals}
-    return rank, f"killed by {names.get(-code, f'signal {-code}')} after: " if code < 0 else ""
+    if code >= 0:
+        return rank, ""
+    return rank, f"killed by {SIGNALS.get(code, f'signal {-code}')} after: "
 
 
 def failed_ranks(folder: Path) -> dict[int, int]:
@@ -96,12 +106,10 @@ def _last_line(folder: Path, rank: int | None) -> str:
     """The last line that is not blank of a rank's log, or of torchrun's; "(nothing)" where there is
     none.
     """
-    path = folder / "ranks" / f"{'torchrun' if rank is None else rank}.log"
-    lines = read_text(path).split("\n") if path.is_file() else []
-    return next((line.strip() for line in reversed(lines) if line.strip()), "(nothing)")
-
-
-def _fell_silent(log: Path) -> tuple[bool, int]:
-    """Sort key: ranks that printed something first, by the time of their last line."""
-    facts = log.stat() if log.exists() else None
-    return (True, 0) if facts is None or facts.st_size == 0 else (False, facts.st_mtime_ns)
+    name = "torchrun" if rank is None else rank
+    path = folder / f"ranks/{name}.log"
+    if path.is_file():
+        for line in reversed(read_text(path).split("\n")):
+            if line.strip():
+                return line.strip()
+    return "(nothing)"

@@ -26,7 +26,7 @@ from trilane.utils.process import environment, python, replace_by
 from trilane.utils.progress import BATCH
 from trilane.utils.validation import require, require_known
 from trilane.workspace.installation import outputs_root, shipped, stamp
-from trilane.workspace.run_folder import write_text
+from trilane.workspace.run import write_text
 from trilane.workspace.study import Study
 
 DEMO = ("01_sizing", "02_topology", "03_launch", "04_analyze")  # the notebooks of `all`, in order

@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from trilane.config.batch_rampup import Phase, Ramp
-from trilane.config.plan import Plan, read_plan
+from trilane.config.plan import Plan
 from trilane.costmodel.predict import predict
-from trilane.slurm.script import write
+from trilane.slurm.script import files, write
 from trilane.slurm.sites import JobRequest, Site
 from trilane.utils.validation import is_count, read_object, require, require_integer, require_label
-from trilane.workspace.run_folder import write_text
+from trilane.workspace.run import write_text
 
 # the site's name, and the names of the stages' run folders in order
 INDEX = "chain.json"
@@ -38,22 +38,32 @@ class Stage:
         for name, value in vars(self).items():
             require_integer(name, value, 1)
 
+    def replicas(self, plan: Plan) -> int:
+        """DP of the plan on the nodes of this stage; ValueError where tp x pp does not divide their
+        GPUs.
+        """
+        gpus = self.nodes * plan.cluster.gpus_per_node
+        model_gpus = plan.topology.tp * plan.topology.pp
+        rule = f"{gpus} GPUs are not a multiple of tp x pp = {model_gpus}"
+        require(gpus % model_gpus == 0, "nodes", self.nodes, rule)
+        return gpus // model_gpus
+
+    def can_share(self, plan: Plan, phases: Sequence[Phase]) -> bool:
+        """Whether its replicas can share the batches of all these phases."""
+        unit = self.mbs * self.replicas(plan)
+        return all(phase.gbs % unit == 0 for phase in phases)
+
 
 def parse_stages(text: str) -> list[Stage]:
     """The stages in "GBS:NODES:MBS,...", such as the BLOOM chronicles' "32:8:1,64:16:1,128:32:1"."""
-    parts = [part.strip().split(":") for part in text.split(",")]
-    is_form = all(len(numbers) == 3 and all(map(is_count, numbers)) for numbers in parts)
-    require(is_form, "stages", text, "must be GBS:NODES:MBS,GBS:NODES:MBS,...")
-    return [Stage(gbs=int(gbs), nodes=int(nodes), mbs=int(mbs)) for gbs, nodes, mbs in parts]
-
-
-def first_iteration(plan: Plan, gbs: int) -> int:
-    """The number of iterations before the first whose batch is at least `gbs`; all where there is
-    none.
-    """
-    run, full = plan.run, plan.topology.gbs
-    before = sum(phase.iterations for phase in run.ramp.phases(full) if phase.gbs < gbs)
-    return before if gbs <= full and before < run.goal else run.train_iters
+    stages = []
+    for part in text.split(","):
+        numbers = part.strip().split(":")
+        is_stage = len(numbers) == 3 and all(map(is_count, numbers))
+        require(is_stage, "stages", text, "must be GBS:NODES:MBS,GBS:NODES:MBS,...")
+        gbs, nodes, mbs = map(int, numbers)
+        stages.append(Stage(gbs=gbs, nodes=nodes, mbs=mbs))
+    return stages
 
 
 def links(plan: Plan, stages: Sequence[Stage], folder: Path) -> list[Plan]:
@@ -66,43 +76,39 @@ def links(plan: Plan, stages: Sequence[Stage], folder: Path) -> list[Plan]:
     those of one run. ValueError where no stage can share a batch size.
     """
     sizes = [stage.gbs for stage in stages]
-    require(
-        sizes == sorted(sizes),
-        "stages",
-        ",".join(map(str, sizes)),
-        "must be in the order of the batch size",
-    )
-    starts = [*(first_iteration(plan, gbs) for gbs in sizes), plan.run.train_iters]
+    text = ",".join(map(str, sizes))
+    require(sizes == sorted(sizes), "stages", text, "must be in the order of the batch size")
+    starts = [_first_iteration(plan, gbs) for gbs in sizes]
+    starts.append(plan.run.train_iters)
     require(starts[0] == 0, "stages", sizes[0], "the first must hold the ramp's first batch")
-    made: list[Plan] = []
+    plans: list[Plan] = []
     for number, (start, end) in enumerate(pairwise(starts), 1):
-        require(
-            start < end,
-            "stages",
-            sizes[number - 1],
-            "no iteration has such a batch before the next stage",
-        )
-        for stage, begin, until in _parts(plan, stages[:number], start, end):
-            before = str(folder.resolve() / made[-1].label) if made else plan.run.load
-            made.append(_link(plan, stage, begin, until, before, len(made) + 1))
-    return made
+        rule = "no iteration has such a batch before the next stage"
+        require(start < end, "stages", sizes[number - 1], rule)
+        for stage, first, last in _parts(plan, stages[:number], start, end):
+            load = plan.run.load
+            if plans:
+                load = str(folder.resolve() / plans[-1].label)
+            if last == plan.run.train_iters:
+                last = 0
+            run = replace(plan.run, load=load, start_iteration=first, exit_iteration=last)
+            topology = replace(plan.topology, dp=stage.replicas(plan), mbs=stage.mbs)
+            label = f"{plan.label}-{len(plans) + 1}-n{stage.nodes}"
+            plans.append(replace(plan, label=label, topology=topology, run=run))
+    return plans
 
 
-def _link(plan: Plan, stage: Stage, start: int, end: int, before: str, number: int) -> Plan:
-    """The plan of the iterations after the first `start`, up to number `end`, from the last
-    checkpoint in `before`.
+def _first_iteration(plan: Plan, gbs: int) -> int:
+    """The number of iterations before the first whose batch is at least `gbs`; all where there is
+    none.
     """
-    last = 0 if end == plan.run.train_iters else end
-    run = replace(plan.run, load=before, start_iteration=start, exit_iteration=last)
-    topology = replace(plan.topology, dp=_replicas(plan, stage), mbs=stage.mbs)
-    return replace(plan, label=f"{plan.label}-{number}-n{stage.nodes}", topology=topology, run=run)
-
-
-def _replicas(plan: Plan, stage: Stage) -> int:
-    gpus, model_gpus = stage.nodes * plan.cluster.gpus_per_node, plan.topology.tp * plan.topology.pp
-    rule = f"{gpus} GPUs are not a multiple of tp x pp = {model_gpus}"
-    require(gpus % model_gpus == 0, "nodes", stage.nodes, rule)
-    return gpus // model_gpus
+    before = 0
+    for phase in plan.run.ramp.phases(plan.topology.gbs):
+        if phase.gbs < gbs:
+            before += phase.iterations
+    if gbs > plan.topology.gbs or before >= plan.run.goal:
+        return plan.run.train_iters
+    return before
 
 
 def _parts(
@@ -111,22 +117,21 @@ def _parts(
     """The iterations after the first `start`, up to `end`, in parts, each with the stage on whose
     nodes it trains.
     """
+    own = stages[-1]
     phases = plan.run.ramp.between(plan.topology.gbs, start, end)
-    failing = [
-        i
-        for i, phase in enumerate(phases)
-        if phase.gbs % (stages[-1].mbs * _replicas(plan, stages[-1]))
-    ]
-    first, last = (failing[0], failing[-1] + 1) if failing else (0, 0)
-    for able in reversed(stages[:-1] if first else []):
-        if not any(phase.gbs % (able.mbs * _replicas(plan, able)) for phase in phases[first:last]):
-            begin = start + sum(phase.iterations for phase in phases[:first])
-            until = begin + sum(phase.iterations for phase in phases[first:last])
-            parts = [(stages[-1], start, begin), (able, begin, until), (stages[-1], until, end)]
-            return [part for part in parts if part[1] < part[2]]
-    return [
-        (stages[-1], start, end)
-    ]  # where its own batch size is at fault, the plan itself refuses it
+    failing = [n for n, phase in enumerate(phases) if not own.can_share(plan, [phase])]
+    # where its own batch size is at fault, the plan itself refuses it
+    if failing and failing[0] > 0:
+        first, last = failing[0], failing[-1] + 1
+        for other in reversed(stages[:-1]):
+            if other.can_share(plan, phases[first:last]):
+                begin = start + sum(phase.iterations for phase in phases[:first])
+                until = start + sum(phase.iterations for phase in phases[:last])
+                parts = [(own, start, begin), (other, begin, until)]
+                if until < end:
+                    parts.append((own, until, end))
+                return parts
+    return [(own, start, end)]
 
 
 def create(
@@ -136,19 +141,17 @@ def create(
 
     Without stages the chain is one run folder, in which each job resumes the run.
     """
-    plans = links(plan, stages, folder) if stages else [plan]
-    for link in plans:
-        require(
-            not (folder / link.label).exists(),
-            "run folder",
-            folder / link.label,
-            "exists; take a new one",
-        )
-    for link in plans:
-        write(folder / link.label, link, site, request)
+    plans = [plan]
+    if stages:
+        plans = links(plan, stages, folder)
+    texts = {folder / link.label: files(link, site, request) for link in plans}
+    for path in texts:
+        require(not path.exists(), "run folder", path, "exists; take a new one")
+    for path, by_name in texts.items():
+        write(path, by_name)
     index = {"site": site.name, "links": [link.label for link in plans]}
     write_text(folder / INDEX, json.dumps(index, indent=1) + "\n")
-    return stages_of(folder)
+    return list(texts)
 
 
 def is_chain(folder: str | Path) -> bool:
@@ -159,10 +162,10 @@ def is_chain(folder: str | Path) -> bool:
 def stages_of(folder: Path) -> list[Path]:
     """The run folders of a chain, in order."""
     require(is_chain(folder), "chain", folder, "is not the folder of a chain")
-    labels = read_object(folder / INDEX, "chain", links=list)["links"]
+    labels = [str(label) for label in read_object(folder / INDEX, "chain", links=list)["links"]]
     for label in labels:
-        require_label("chain.links", str(label))
-    return [folder / str(label) for label in labels]
+        require_label("chain.links", label)
+    return [folder / label for label in labels]
 
 
 def phases(plan: Plan) -> list[Phase]:
@@ -170,44 +173,45 @@ def phases(plan: Plan) -> list[Phase]:
     return plan.run.ramp.between(plan.topology.gbs, plan.run.start_iteration, plan.run.goal)
 
 
-def link_records(folders: Sequence[Path], request: JobRequest) -> list[dict[str, Any]]:
+def costs(plans: Mapping[Path, Plan], request: JobRequest) -> list[dict[str, Any]]:
     """Runs as JSON: each one's folder, nodes, batch sizes, iterations, predicted hours, and jobs of
     one time limit.
 
     Each batch size is predicted by its own. Left out: starts, saves, evaluations.
     """
-
-    def hours_of(plan: Plan, phase: Phase) -> float:
-        topology, run = replace(plan.topology, gbs=phase.gbs), replace(plan.run, ramp=Ramp())
-        return (
-            phase.iterations * predict(replace(plan, run=run, topology=topology)).sec_per_it / 3600
-        )
-
-    rows = list[dict[str, Any]]()
-    for folder in folders:
-        plan = read_plan(folder / "plan.json")
-        gpus, hours = plan.topology.gpus, sum(hours_of(plan, phase) for phase in phases(plan))
-        sizes, nodes = [phase.gbs for phase in phases(plan)], -(-gpus // plan.cluster.gpus_per_node)
-        job = {"gpus": gpus, "nodes": nodes, "mbs": plan.topology.mbs, "batches": sizes}
-        span = {
+    rows = []
+    for folder, plan in plans.items():
+        seconds = 0.0
+        for phase in phases(plan):
+            topology = replace(plan.topology, gbs=phase.gbs)
+            constant = replace(plan, topology=topology, run=replace(plan.run, ramp=Ramp()))
+            seconds += phase.iterations * predict(constant).sec_per_it
+        gpus = plan.topology.gpus
+        row = {
+            "run": str(folder),
+            "gpus": gpus,
+            "nodes": -(-gpus // plan.cluster.gpus_per_node),
+            "mbs": plan.topology.mbs,
+            "batches": [phase.gbs for phase in phases(plan)],
             "first": plan.run.start_iteration + 1,
             "last": plan.run.goal,
-            "gpu_hours": hours * gpus,
-            "hours": hours,
+            "gpu_hours": seconds / 3600 * gpus,
+            "hours": seconds / 3600,
+            "jobs": max(1, math.ceil(seconds / request.time_limit_s)),
         }
-        count = max(1, math.ceil(hours * 3600 / request.time_limit_s))
-        rows.append({"run": str(folder), **job, **span, "jobs": count})
+        rows.append(row)
     return rows
 
 
-def link_line(row: Mapping[str, Any]) -> str:
-    """A run's record in one line for the terminal."""
-    batches = " to ".join(dict.fromkeys(str(row["batches"][place]) for place in (0, -1)))
-    text = "{run}: iterations {first}-{last}, {nodes} nodes, {gpus} GPUs, mbs {mbs}, batch {of}, {hours:.2f} h, "
-    return (text + "{gpu_hours:.2f} GPU hours, {jobs} jobs").format(**row, of=batches)
-
-
-def total_line(rows: Sequence[Mapping[str, Any]]) -> str:
-    """The sum of the runs' records."""
-    jobs, hours, cost = (sum(row[name] for row in rows) for name in ("jobs", "hours", "gpu_hours"))
-    return f"in all: {len(rows)} runs, {jobs} jobs, {hours:.2f} h one after another, {cost:.2f} GPU hours"
+def costs_text(rows: Sequence[Mapping[str, Any]]) -> str:
+    """The costs of runs for the terminal: a line each, and their sum."""
+    form = "{run}: iterations {first}-{last}, {nodes} nodes, {gpus} GPUs, mbs {mbs}, batch {of}, "
+    form += "{hours:.2f} h, {gpu_hours:.2f} GPU hours, {jobs} jobs"
+    lines = []
+    for row in rows:
+        sizes = dict.fromkeys([row["batches"][0], row["batches"][-1]])
+        lines.append(form.format(**row, of=" to ".join(map(str, sizes))))
+    sums = {name: sum(row[name] for row in rows) for name in ("jobs", "hours", "gpu_hours")}
+    total = "in all: {runs} runs, {jobs} jobs, {hours:.2f} h one after another, "
+    total += "{gpu_hours:.2f} GPU hours"
+    return "\n".join([*lines, total.format(runs=len(rows), **sums)])

@@ -1,12 +1,10 @@
 """What is checked of a plan before a job costs anything: its nodes, limits, storage, time, and what
 it is for.
-
-A check returns rows: what is wrong (falsy: nothing), the rule, how severe that is, a message and
-the remedy.
 """
 
 import math
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -21,31 +19,70 @@ from trilane.forecasting.failures import FailureModel, evaluation_s
 from trilane.forecasting.request import TOKENS_PER_PARAMETER
 from trilane.slurm.script import directives, nodes_of
 from trilane.slurm.sites import JobRequest, Site, seconds_of
-from trilane.workspace.checkpoints import (
-    FOLDER,
-    checkpoint_bytes,
-    checkpoint_files,
-    found_in,
-    latest,
-)
+from trilane.workspace.checkpoints import checkpoint_bytes, checkpoint_files, found_in
 from trilane.workspace.continuation import require_continuable
 from trilane.workspace.prepared_corpora import BUILT_IN, tokens_about, unprepared
-from trilane.workspace.run_folder import is_completed, is_started
+from trilane.workspace.run import Run, is_started
 from trilane.workspace.storage import available
 
 REFUSAL, WARNING = "refusal", "warning"
-Row = tuple[object, str, str, str, str]
+# where many GPUs would wait for what a laptop could have found
+MANY_GPUS = 32
+# up to 4 epochs are nearly as good as new data (Muennighoff et al. 2023, arXiv:2305.16264)
+EPOCHS = 4
+# of so few iterations a run is a benchmark, if it has less than a token a parameter, too
+BENCHMARK_ITERS = 1000
+# what is predicted may take so much longer
+MARGIN = 1.5
+# man sbatch, --signal: 60 s where no time is given, sent up to 60 s earlier
+SIGNAL_S = 60
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobFinding:
+    """One problem of a job, certain (a refusal) or likely (a warning), with its remedy."""
+
+    level: str
+    rule: str
+    message: str
+    remedy: str
+
+    def to_json(self) -> dict[str, str]:
+        """The JSON object of `trilane slurm check`; the key of the message is `says`."""
+        return {"level": self.level, "rule": self.rule, "says": self.message, "remedy": self.remedy}
+
+    def summary(self) -> str:
+        """Two lines of text."""
+        return f"{self.level:7} [{self.rule}] {self.message}\n        {self.remedy}"
+
+
+Findings = Iterator[JobFinding]
+
+
+def refusal(rule: str, message: str, remedy: str) -> JobFinding:
+    """A finding for which nothing is submitted."""
+    return JobFinding(level=REFUSAL, rule=rule, message=message, remedy=remedy)
+
+
+def warning(rule: str, message: str, remedy: str) -> JobFinding:
+    """A finding that is only shown."""
+    return JobFinding(level=WARNING, rule=rule, message=message, remedy=remedy)
 
 
 @dataclass(frozen=True)
 class JobCheck:
-    """A job before its submission: the plan of a run folder with its script, edited by hand or not."""
+    """A job before its submission: a plan, the run folder, and its script, edited by hand or not."""
 
     plan: Plan
     site: Site
     request: JobRequest
-    folder: Path
+    run: Run
     script: str
+
+    @cached_property
+    def folder(self) -> Path:
+        """The run folder, from the root."""
+        return self.run.folder.resolve()
 
     @cached_property
     def cluster(self) -> Cluster:
@@ -84,18 +121,20 @@ class JobCheck:
     @property
     def evaluation_s(self) -> float:
         """Seconds of an evaluation, as forward passes."""
-        return evaluation_s(
-            self.plan.topology, self.plan.run.eval_iters, self.prediction.sec_per_it
-        )
+        each = self.prediction.sec_per_it
+        return evaluation_s(self.plan.topology, self.plan.run.eval_iters, each)
 
     @property
     def needed_s(self) -> float:
         """Seconds of all iterations with their evaluations; left out: that larger batches of a
         ramp-up are slower.
         """
-        run, count = self.plan.run, self.plan.run.goal - self.plan.run.start_iteration
-        evaluations = count // run.eval_interval if run.eval_interval else 0
-        return count * self.prediction.sec_per_it + evaluations * self.evaluation_s
+        run = self.plan.run
+        count = run.goal - run.start_iteration
+        seconds = count * self.prediction.sec_per_it
+        if run.eval_interval:
+            seconds += count // run.eval_interval * self.evaluation_s
+        return seconds
 
     @property
     def nodes(self) -> int:
@@ -112,226 +151,186 @@ class JobCheck:
         """Nodes that the script asks for beyond those, and can use: a dead one must not end the
         job.
         """
-        asked = self.directives.get("nodes", "")
-        return (
-            max(0, int(asked) - self.nodes)
-            if "no-kill" in self.directives and asked.isdecimal()
-            else 0
-        )
+        nodes = self.directives.get("nodes", "")
+        if "no-kill" not in self.directives or not nodes.isdecimal():
+            return 0
+        return max(0, int(nodes) - self.nodes)
 
 
-def nodes(case: JobCheck) -> list[Row]:
+def nodes(job: JobCheck) -> Findings:
     """The plan's GPUs are the site's, and the topology obeys these nodes."""
-    t, here, planned, gpu = case.plan.topology, case.cluster, case.plan.cluster, case.cluster.gpu
-    is_other = (gpu.name, here.gpus_per_node) != (planned.gpu.name, planned.gpus_per_node)
-    cards = f"planned for {planned.gpus_per_node} x {planned.gpu.name} a node, but {case.site.name} has "
-    cards += f"{here.gpus_per_node} x {gpu.name}"
-    names = {
-        "gpus": ("nodes", "use fewer GPUs"),
-        "tp": ("tp", f"a tp that divides {here.gpus_per_node}"),
-    }
-    broken = [
-        (names[rule.field], rule.message(t, here))
-        for rule in CLUSTER_RULES
-        if not rule.holds(t, here)
-    ]
-    reason = untrainable_reason(t) or ""
+    topology = job.plan.topology
+    here, planned = job.cluster, job.plan.cluster
+    if reason := untrainable_reason(topology):
+        remedy = "train it with the program that can (trilane convert megatron)"
+        yield refusal("engine", reason, remedy)
+    width = here.gpus_per_node
+    if (here.gpu.name, width) != (planned.gpu.name, planned.gpus_per_node):
+        message = f"planned for {planned.gpus_per_node} x {planned.gpu.name} a node, "
+        message += f"but {job.site.name} has {width} x {here.gpu.name}"
+        remedy = f"search again with --cluster {here.name}, or choose another site"
+        yield refusal("cluster", message, remedy)
+    for rule in CLUSTER_RULES:
+        if not rule.holds(topology, here):
+            if rule.field == "tp":
+                yield refusal("tp", rule.message(topology, here), f"a tp that divides {width}")
+            else:
+                yield refusal("nodes", rule.message(topology, here), "use fewer GPUs")
     # torch's is_bf16_supported() is True on a V100, which only emulates it
-    no_bf16 = t.precision == "bf16" and gpu.kind == "cuda" and gpu.compute_capability < (8, 0)
-    return [
-        (
-            reason,
-            "engine",
-            REFUSAL,
-            reason,
-            "train it with the program that can (trilane convert megatron)",
-        ),
-        (
-            is_other,
-            "cluster",
-            REFUSAL,
-            cards,
-            f"search again with --cluster {here.name}, or choose another site",
-        ),
-        *((True, name, REFUSAL, message, remedy) for (name, remedy), message in broken),
-        (
-            no_bf16,
-            "precision",
-            REFUSAL,
-            f"{gpu.name} has no bf16",
-            "use fp16 with a loss scale, or an A100 and later",
-        ),
-    ]
+    has_bf16 = here.gpu.kind != "cuda" or here.gpu.compute_capability >= (8, 0)
+    if topology.precision == "bf16" and not has_bf16:
+        remedy = "use fp16 with a loss scale, or an A100 and later"
+        yield refusal("precision", f"{here.gpu.name} has no bf16", remedy)
 
 
-def limits(case: JobCheck) -> list[Row]:
+def limits(job: JobCheck) -> Findings:
     """The script's time and GPUs against its QoS, and its account against the site's."""
-    site, limit, ending = case.site, case.limit_s, case.site.account_ending
-    gpus, account = (
-        (case.nodes + case.spares) * case.gpus_per_node,
-        case.directives.get("account", ""),
-    )
-    other = f"account {account or '(none)'} does not end with {ending}"
-    rows: list[Row] = [
-        (not account.endswith(ending), "account", REFUSAL, other, f"--account PROJECT{ending}")
-    ]
-    if qos := site.limits(case.directives.get("qos", "")):
-        fits = [q.name for q in site.qos if limit <= q.hours * 3600 and gpus <= q.gpus]
-        shorter = f"ask for {qos.hours:g} h and chain jobs" + (
-            f", or --qos {fits[0]}" if fits else ""
-        )
-        hours = "no time limit" if limit == math.inf else f"{limit / 3600:g} h"
-        too_long, many = (
-            f"{hours}, {qos.name} allows {qos.hours:g} h",
-            f"{gpus} GPUs, {qos.name} allows {qos.gpus}",
-        )
-        rows.append((limit > qos.hours * 3600, "qos time", REFUSAL, too_long, shorter))
-        rows.append((gpus > qos.gpus, "qos gpus", REFUSAL, many, "another QoS or a reservation"))
-    return rows
+    account, ending = job.directives.get("account", ""), job.site.account_ending
+    if not account.endswith(ending):
+        message = f"account {account or '(none)'} does not end with {ending}"
+        yield refusal("account", message, f"--account PROJECT{ending}")
+    qos = job.site.limits(job.directives.get("qos", ""))
+    if qos is None:
+        return
+    if job.limit_s > qos.hours * 3600:
+        hours = f"{job.limit_s / 3600:g} h"
+        if job.limit_s == math.inf:
+            hours = "no time limit"
+        remedy = f"ask for {qos.hours:g} h and chain jobs, or for another QoS"
+        yield refusal("qos time", f"{hours}, {qos.name} allows {qos.hours:g} h", remedy)
+    gpus = (job.nodes + job.spares) * job.gpus_per_node
+    if gpus > qos.gpus:
+        message = f"{gpus} GPUs, {qos.name} allows {qos.gpus}"
+        yield refusal("qos gpus", message, "another QoS or a reservation")
 
 
-def memory(case: JobCheck) -> list[Row]:
+def memory(job: JobCheck) -> Findings:
     """The fullest stage against the card; an offload, and the copy that a save is written from,
     against the node's memory. The copy is there from the start of a run that saves.
     """
-    p, used, plan = case.prediction, case.gpus_per_node, case.plan
-    need = (
-        f"predicted {p.memory_bytes / 2**30:.1f} of {case.cluster.gpu.memory_bytes / 2**30:.1f} GiB"
-    )
-    need += f", probability of running out {p.oom_probability:.0%}"
-    level = REFUSAL if p.oom_probability > IMPOSSIBLE else WARNING
-    offload, has = p.host_memory_bytes * used / 1e9, case.cluster.host_memory_bytes / 1e9
-    copy = used / plan.topology.gpus * checkpoint_bytes(plan.shape) / 1e9 * plan.run.saves_at_end
-    both = f"the offload takes {offload:.0f} GB and a save's copy {copy:.0f} GB of a node's {has:.0f} GB"
-    smaller = "smaller mbs, recompute full, more tp or pp, a higher ZeRO stage"
-    return [
-        (level == REFUSAL or p.is_risky, "memory", level, need, smaller),
-        (offload + copy > has, "host memory", REFUSAL, both, "more nodes, or no offload"),
-    ]
+    prediction = job.prediction
+    need, card = prediction.memory_bytes / 2**30, job.cluster.gpu.memory_bytes / 2**30
+    message = f"predicted {need:.1f} of {card:.1f} GiB, probability of running out "
+    message += f"{prediction.oom_probability:.0%}"
+    remedy = "smaller mbs, recompute full, more tp or pp, a higher ZeRO stage"
+    if prediction.oom_probability > IMPOSSIBLE:
+        yield refusal("memory", message, remedy)
+    elif prediction.is_risky:
+        yield warning("memory", message, remedy)
+    offload = prediction.host_memory_bytes * job.gpus_per_node / 1e9
+    copy = 0.0
+    if job.plan.run.saves_at_end:
+        share = job.gpus_per_node / job.plan.topology.gpus
+        copy = share * checkpoint_bytes(job.plan.shape) / 1e9
+    has = job.cluster.host_memory_bytes / 1e9
+    if offload + copy > has:
+        message = f"the offload takes {offload:.0f} GB and a save's copy {copy:.0f} GB"
+        yield refusal("host memory", f"{message} of a node's {has:.0f} GB", "more nodes")
 
 
-def traced(case: JobCheck) -> list[Row]:
-    """Many GPUs wait for what a laptop could have found: the engine's own memory and messages,
-    stage by stage.
-    """
-    plan, gpus = case.plan, case.plan.topology.gpus
-    is_dear = gpus > 32 and not plan.layer and trace_of(plan, case.folder / "plan.json") is None
-    text = (
-        f"{gpus} GPUs, and the engine has not run this plan at its size: memory is predicted alone"
-    )
-    return [
-        (is_dear, "trace", WARNING, text, "`trilane measure plan PLAN --trace` (minutes, no GPU)")
-    ]
+def traced(job: JobCheck) -> Findings:
+    """The engine has shown memory and messages of a large plan, stage by stage."""
+    gpus = job.plan.topology.gpus
+    if gpus <= MANY_GPUS or job.plan.layer or trace_of(job.plan, job.run.folder / "plan.json"):
+        return
+    message = f"{gpus} GPUs, and the engine has not run this plan at its size"
+    yield warning("trace", message, "`trilane measure plan PLAN --trace` (minutes, no GPU)")
 
 
-def data(case: JobCheck) -> list[Row]:
+def data(job: JobCheck) -> Findings:
     """The corpus exists where the job looks for it, and is prepared if it is large; all nodes share
     what they use.
     """
-    plan, site, here, many = case.plan, case.site, case.folder.resolve(), case.nodes > 1
     # relative paths begin in the run folder of a job; here, in the current folder
-    base, rows = Path() if site.is_local else here, list[Row]()
-    sources = [part.source for part in plan.data.parts if part.source not in BUILT_IN]
+    base = job.folder
+    if job.site.is_local:
+        base = Path()
+    sources = [part.source for part in job.plan.data.parts if part.source not in BUILT_IN]
     for source in sources:
-        exists = any((base / (source + ending)).exists() for ending in ("", ".idx", ".bin"))
-        text = f"data.source={source}: no such file, folder or .bin/.idx pair"
-        rows.append((not exists, "data", REFUSAL, text, "name an existing one"))
-    for source, size in ({} if site.is_local else unprepared(plan.data.parts, here)).items():
-        waits = f"{size / 1e9:.3g} GB of text are not prepared, and {case.nodes} nodes would wait"
-        remedy = "`trilane slurm script --template prepare`, and `sbatch` in the run folder"
-        rows.append((True, "corpus", REFUSAL, f"data.source={source}: {waits}", remedy))
-    for path in (here, *((base / name).resolve() for name in (plan.data.folder, *sources))):
-        own = next((place for place in site.local if path.is_relative_to(place)), None)
-        text = f"{path} lies below {own}, which {'is local to each node' if many else 'may differ on the node'}"
-        is_wrong, level = own and (many or not site.is_local), REFUSAL if many else WARNING
-        rows.append((is_wrong, "shared", level, text, "move it"))
-    return rows
+        if not any((base / (source + ending)).exists() for ending in ("", ".idx", ".bin")):
+            message = f"data.source={source}: no such file, folder or .bin/.idx pair"
+            yield refusal("data", message, "name an existing one")
+    if not job.site.is_local:
+        for source, size in unprepared(job.plan.data.parts, job.folder).items():
+            message = f"data.source={source}: {size / 1e9:.3g} GB of text are not prepared, "
+            message += f"and {job.nodes} nodes would wait"
+            remedy = "`trilane slurm script --template prepare`, and `sbatch` in the run folder"
+            yield refusal("corpus", message, remedy)
+    for name in (str(job.folder), job.plan.data.folder, *sources):
+        path = (base / name).resolve()
+        for place in job.site.local:
+            if not path.is_relative_to(place):
+                continue
+            if job.nodes > 1:
+                message = f"{path} lies below {place}, which is local to each node"
+                yield refusal("shared", message, "move it")
+            elif not job.site.is_local:
+                message = f"{path} lies below {place}, which may differ on the node"
+                yield warning("shared", message, "move it")
 
 
-def storage(case: JobCheck) -> list[Row]:
+def storage(job: JobCheck) -> Findings:
     """The checkpoints' bytes and inodes are free, and the folder is unused, or its run can be
     resumed.
 
     Under a project quota statvfs reports the project's. Left out: quotas by user or group, which
     only the site's own tools report.
     """
-    run, folder, here = case.plan.run, case.folder, case.folder.resolve()
-    place = next(p for p in (here, *here.parents) if p.exists())
-    free, inodes = available(place)
-    saves = run.goal // run.save_interval if run.save_interval else 0
-    kept = min(saves, run.keep_last or saves) + 1  # and the one being written
-    need, files = (
-        kept * checkpoint_bytes(case.plan.shape),
-        kept * checkpoint_files(case.plan.topology.gpus),
-    )
-    takes = f"checkpoints take up to {need / 1e9:,.1f} GB, {place} has {free / 1e9:,.1f} GB free"
-    many = f"checkpoints take {files} files, {place} has {inodes:.0f} inodes free"
-    is_done, is_lost = is_completed(folder), is_started(folder) and latest(folder / FOLDER) is None
-    lost = f"{folder} holds a run without a checkpoint: its files go to attempts/, and it starts from iteration 0"
-    level, fewer, other = (
-        REFUSAL if need > free else WARNING,
-        "smaller keep_last, or delete files",
-        "",
-    )
-    try:
-        # an earlier link of a chain may have none yet
-        if not run.load or found_in(Path(run.load)):
-            require_continuable(folder, case.plan)
-    except ValueError as error:
-        other = str(error)
-    return [
-        (need > free / 2, "disk", level, takes, fewer),
-        (files > inodes, "inodes", REFUSAL, many, fewer),
-        (
-            is_done,
-            "run folder",
-            REFUSAL,
-            f"{folder} holds a completed run",
-            "take a new run folder",
-        ),
-        (
-            is_lost and not is_done,
-            "run folder",
-            WARNING,
-            lost,
-            "take a new run folder to keep both",
-        ),
-        (
-            other,
-            "checkpoint",
-            REFUSAL,
-            other,
-            "start from another checkpoint (run.load), or correct the plan",
-        ),
-    ]
+    limits = job.plan.run
+    place = next(folder for folder in (job.folder, *job.folder.parents) if folder.exists())
+    free_bytes, inodes = available(place)
+    saves = 0
+    if limits.save_interval:
+        saves = limits.goal // limits.save_interval
+    count = min(saves, limits.keep_last or saves) + 1  # and the one being written
+    need = count * checkpoint_bytes(job.plan.shape)
+    files = count * checkpoint_files(job.plan.topology.gpus)
+    message = f"checkpoints take up to {need / 1e9:,.1f} GB, {place} has {free_bytes / 1e9:,.1f} GB"
+    fewer = "smaller keep_last, or delete files"
+    if need > free_bytes:
+        yield refusal("disk", f"{message} free", fewer)
+    elif need > free_bytes / 2:
+        yield warning("disk", f"{message} free", fewer)
+    if files > inodes:
+        message = f"checkpoints take {files} files, {place} has {inodes:.0f} inodes free"
+        yield refusal("inodes", message, fewer)
+    folder = job.run.folder
+    if job.run.is_completed:
+        yield refusal("run folder", f"{folder} holds a completed run", "take a new run folder")
+    elif is_started(folder) and job.run.newest is None:
+        message = f"{folder} holds a run without a checkpoint: its files go to attempts/, "
+        message += "and it starts from iteration 0"
+        yield warning("run folder", message, "take a new run folder to keep both")
+    # an earlier link of a chain may have no checkpoint yet
+    if not limits.load or found_in(Path(limits.load)):
+        try:
+            require_continuable(folder, job.plan)
+        except ValueError as error:
+            remedy = "start from another checkpoint (run.load), or correct the plan"
+            yield refusal("checkpoint", str(error), remedy)
 
 
-def time(case: JobCheck) -> list[Row]:
-    """The training ends, or saves a checkpoint, before the job's time limit, and often enough for
-    its failures.
-    """
-    run, needs, limit = case.plan.run, case.needed_s, case.limit_s
-    interval, own = run.save_interval * case.prediction.sec_per_it, run.exit_duration_minutes
-    is_long, asked = needs > limit, "signal" in case.directives or own > 0
-    loses_all = is_long and not asked and not 0 < interval < limit
-    count = f"{run.goal - run.start_iteration} iterations{' with their evaluations' * bool(run.eval_interval)}"
-    lasts = f"{count} take {needs / 3600:.1f} h, the limit is {limit / 3600:.1f} h"
-    late = f"exit_duration_minutes={own:g} is beyond the limit of {limit / 60:.0f} minutes"
-    ways = "save_interval, exit_duration_minutes or --signal-s"
-    return [
-        (0 < limit < own * 60, "time", REFUSAL, late, "end the run some minutes before the limit"),
-        (loses_all, "checkpoints", REFUSAL, f"{lasts}, and no checkpoint is saved before", ways),
-        (
-            is_long and not loses_all,
-            "time",
-            WARNING,
-            lasts,
-            "submit jobs one after another, as a chain",
-        ),
-    ]
+def time(job: JobCheck) -> Findings:
+    """The training ends, or saves a checkpoint, before the job's time limit."""
+    run, limit_s = job.plan.run, job.limit_s
+    own_s = run.exit_duration_minutes * 60
+    if 0 < limit_s < own_s:
+        message = f"exit_duration_minutes={run.exit_duration_minutes:g} is beyond the limit of "
+        message += f"{limit_s / 60:.0f} minutes"
+        yield refusal("time", message, "end the run some minutes before the limit")
+    if job.needed_s <= limit_s:
+        return
+    message = f"{run.goal - run.start_iteration} iterations take {job.needed_s / 3600:.1f} h, "
+    message += f"the limit is {limit_s / 3600:.1f} h"
+    interval_s = run.save_interval * job.prediction.sec_per_it
+    if "signal" in job.directives or own_s or 0 < interval_s < limit_s:
+        yield warning("time", message, "submit jobs one after another, as a chain")
+    else:
+        message += ", and no checkpoint is saved before"
+        yield refusal("checkpoints", message, "save_interval, exit_duration_minutes or --signal-s")
 
 
-def interval(case: JobCheck) -> list[Row]:
+def interval(job: JobCheck) -> Findings:
     """Checkpoints are saved about as often as pays: Daly's optimum for the failures of so many
     nodes.
 
@@ -339,74 +338,89 @@ def interval(case: JobCheck) -> list[Row]:
     run itself is the longest interval. Named where it costs 1 % of the time more, of a run of more
     than an hour.
     """
-    model, save_s, needs, each = case.risks, case.save_s, case.needed_s, case.prediction.sec_per_it
-    rate, best = model.stops_per_s(case.nodes), model.checkpoint_interval_s(save_s, case.nodes)
-    own = case.plan.run.save_interval * each or needs
-    mine, least = (save_s / t * (t < needs) + min(t, needs) * rate / 2 for t in (own, best))
-    often = (
-        "no checkpoint before the end" if own >= needs else f"a checkpoint every {own / 60:.0f} min"
-    )
-    text = f"{often}: {mine - least:.0%} of the time more than with Daly's {best / 60:.0f} min; {case.nodes} nodes "
-    text += f"fail every {1 / rate / 3600:.0f} h (forecast's rates), a save takes {save_s:.0f} s "
-    text += f"({model.storage})"
-    remedy = f"save_interval={max(1, round(best / each))}"
-    return [(needs > 3600 and mine - least > 0.01, "checkpoints", WARNING, text, remedy)]
+    needed_s, save_s = job.needed_s, job.save_s
+    rate = job.risks.stops_per_s(job.nodes)
+    best_s = job.risks.checkpoint_interval_s(save_s, job.nodes)
+    own_s = job.plan.run.save_interval * job.prediction.sec_per_it or needed_s
+
+    def cost(interval_s: float) -> float:
+        saves = save_s / interval_s if interval_s < needed_s else 0.0
+        return saves + min(interval_s, needed_s) * rate / 2
+
+    more = cost(own_s) - cost(best_s)
+    if needed_s <= 3600 or more <= 0.01:
+        return
+    often = f"a checkpoint every {own_s / 60:.0f} min"
+    if own_s >= needed_s:
+        often = "no checkpoint before the end"
+    message = f"{often}: {more:.0%} of the time more than with Daly's {best_s / 60:.0f} min; "
+    message += f"{job.nodes} nodes fail every {1 / rate / 3600:.0f} h, a save takes {save_s:.0f} s"
+    each = max(1, round(best_s / job.prediction.sec_per_it))
+    yield warning("checkpoints", message, f"save_interval={each}")
 
 
-def warning(case: JobCheck) -> list[Row]:
+def signal(job: JobCheck) -> Findings:
     """The warning before the limit leaves time for the iteration, or evaluation, that goes on, and
     for a save.
 
     A job that begins later than its warning comes, or so shortly before that no iteration fits,
     only saves.
     """
-    own, limit = case.plan.run.exit_duration_minutes * 60, case.limit_s
-    step_s, save_s = case.prediction.sec_per_it + case.evaluation_s, case.save_s
-    # man sbatch, --signal: 60 s where no time is given, sent up to 60 s earlier; so a margin on
-    # what is predicted
-    margin, shortest = 1.5, 60
-    if (
-        limit == math.inf or case.needed_s * margin <= limit
-    ):  # it ends before, even if predicted too short
-        return []
-    signal = re.fullmatch(r"(?:R?B?:)?\w+(?:@(\d+))?", case.directives.get("signal", ""))
-    signal_s = float(signal[1] or shortest) if signal else 0.0
-    left, need = max(signal_s, limit - own if own else 0.0), step_s + save_s
-    step = f"{step_s:.0f} s of an iteration{' and an evaluation' * (case.evaluation_s > 0)}"
-    enough = math.ceil(max(margin * need, shortest) / 30) * 30
-    remedy = (
-        f"--signal-s {enough}"
-        if left == signal_s
-        else f"at most {(limit - enough) / 60:.0f} minutes"
-    )
-    text = f"{left:.0f} s before the limit are less than {need:.0f} s ({step}, {save_s:.0f} s of a save, predicted)"
-    level = REFUSAL if left < case.prediction.sec_per_it else WARNING
-    return [(0 < left < need, "signal", level, f"{text}: nothing is saved", remedy)]
+    # it ends before, even if predicted too short
+    if job.limit_s == math.inf or job.needed_s * MARGIN <= job.limit_s:
+        return
+    asked = re.fullmatch(r"(?:R?B?:)?\w+(?:@(\d+))?", job.directives.get("signal", ""))
+    signal_s = 0.0
+    if asked:
+        signal_s = float(asked[1] or SIGNAL_S)
+    own_s = job.plan.run.exit_duration_minutes * 60
+    left_s = signal_s
+    if own_s:
+        left_s = max(signal_s, job.limit_s - own_s)
+    step_s = job.prediction.sec_per_it + job.evaluation_s
+    need_s = step_s + job.save_s
+    if not 0 < left_s < need_s:
+        return
+    # in half minutes
+    enough_s = math.ceil(max(MARGIN * need_s, SIGNAL_S) / 30) * 30
+    remedy = f"--signal-s {enough_s}"
+    if left_s != signal_s:
+        remedy = f"at most {(job.limit_s - enough_s) / 60:.0f} minutes"
+    step = f"{step_s:.0f} s of an iteration"
+    if job.evaluation_s:
+        step += " and an evaluation"
+    message = f"{left_s:.0f} s before the limit are less than {need_s:.0f} s ({step}, "
+    message += f"{job.save_s:.0f} s of a save, predicted): nothing is saved"
+    if left_s < job.prediction.sec_per_it:
+        yield refusal("signal", message, remedy)
+    else:
+        yield warning("signal", message, remedy)
 
 
-def purpose(case: JobCheck) -> list[Row]:
+def purpose(job: JobCheck) -> Findings:
     """Tokens and epochs are those of a training of that size; a benchmark is called one, once."""
-    plan, size, count = case.plan, case.plan.shape.parameters, case.plan.run.train_iters
-    tokens, rows = plan.samples * plan.shape.seq_length, list[Row]()
-    each, is_benchmark = tokens / size, count <= 1000 and tokens < size
-    if case.site.is_local:
-        return []
+    if job.site.is_local:
+        return
+    plan, size = job.plan, job.plan.shape.parameters
+    tokens = plan.samples * plan.shape.seq_length
+    is_benchmark = plan.run.train_iters <= BENCHMARK_ITERS and tokens < size
     # no published training has fewer than one token a parameter: OPT-175B had 180e9 tokens (Zhang
     # et al. 2022, arXiv:2205.01068), GPT-3 1.7 a parameter, BLOOM 2.1
-    few = f"{count:,} iterations are {each:.2g} tokens for each of {size / 1e9:.3g}B parameters: "
-    few += "a benchmark" if is_benchmark else "no published training has so few"
-    wanted = math.ceil(TOKENS_PER_PARAMETER * size / plan.shape.seq_length)
-    enough = f"train_iters={plan.run.ramp.iterations(wanted, plan.topology.gbs):,}"
-    more = f"a training of {TOKENS_PER_PARAMETER:g} tokens a parameter (Chinchilla) takes {enough}"
-    rows.append((each < 1, "tokens", WARNING, few, more))
-    total = sum(part.weight for part in plan.data.blend)
-    shares = [part.weight / total for part in plan.data.blend] or [1.0]
-    for part, share in () if is_benchmark else zip(plan.data.parts, shares, strict=True):
-        has = tokens_about(part, case.folder.resolve(), plan.shape.vocab_size) * plan.data.shares[0]
-        epochs = tokens * share / has if has else 0.0
-        text = f"data.source={part.source} has about {has:.2g} tokens to train on: {epochs:,.0f} epochs"
-        # up to 4 epochs are nearly as good as new data (Muennighoff et al. 2023, arXiv:2305.16264)
-        rows.append(
-            (epochs > 4, "epochs", WARNING, text, "more text: repetition teaches less and less")
-        )
-    return rows
+    if tokens < size:
+        what = "a benchmark" if is_benchmark else "no published training has so few"
+        message = f"{plan.run.train_iters:,} iterations are {tokens / size:.2g} tokens for each of "
+        message += f"{size / 1e9:.3g}B parameters: {what}"
+        samples = math.ceil(TOKENS_PER_PARAMETER * size / plan.shape.seq_length)
+        iterations = plan.run.ramp.iterations(samples, plan.topology.gbs)
+        remedy = f"a training of {TOKENS_PER_PARAMETER:g} tokens a parameter (Chinchilla) takes "
+        yield warning("tokens", message, f"{remedy}train_iters={iterations:,}")
+    if is_benchmark:
+        return
+    weights = [part.weight for part in plan.data.blend] or [1.0]
+    for part, weight in zip(plan.data.parts, weights, strict=True):
+        has = tokens_about(part, job.folder, plan.shape.vocab_size) * plan.data.shares[0]
+        epochs = tokens * weight / sum(weights) / max(has, 1)
+        if has and epochs > EPOCHS:
+            message = f"data.source={part.source} has about {has:.2g} tokens to train on: "
+            remedy = "more text: repetition teaches less and less"
+            yield warning("epochs", f"{message}{epochs:,.0f} epochs", remedy)

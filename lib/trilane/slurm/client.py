@@ -1,4 +1,6 @@
-"""SLURM's commands (sbatch, squeue, sacct, scontrol, scancel, sinfo) and their output as values."""
+"""SLURM's commands (sbatch, squeue, sacct, scontrol, scancel) and their output as values, in the
+plain form that every release prints.
+"""
 
 import getpass
 import hashlib
@@ -9,6 +11,7 @@ import time
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from trilane.utils.process import run
 from trilane.utils.validation import require
@@ -16,20 +19,27 @@ from trilane.utils.validation import require
 JOB_ID = re.compile(r"\d+")
 # between two tries: a restarted controller is back within their sum
 DELAYS_S = (1.0, 2.0, 4.0, 8.0)
+# A busy controller answers within its MessageTimeout, 10 s by default; some sites have 60.
+ANSWER_S = 60.0
 # neither squeue nor sacct knows the job, as on a cluster without accounting after a while
 FORGOTTEN = "FORGOTTEN"
 ENDED = (
-    *(
-        "COMPLETED",
-        "FAILED",
-        "CANCELLED",
-        "TIMEOUT",
-        "NODE_FAIL",
-        "OUT_OF_MEMORY",
-        "BOOT_FAIL",
-        "DEADLINE",
-    ),
-    *("PREEMPTED", "REVOKED", "LAUNCH_FAILED", "RECONFIG_FAIL"),
+    "COMPLETED",
+    "FAILED",
+    "CANCELLED",
+    "TIMEOUT",
+    "NODE_FAIL",
+    "OUT_OF_MEMORY",
+    "BOOT_FAIL",
+    "DEADLINE",
+    "PREEMPTED",
+    "REVOKED",
+    "LAUNCH_FAILED",
+    "RECONFIG_FAIL",
+)
+AWAY = re.compile(
+    r"unable to contact slurm controller|connection (refused|reset)|timed out|zero bytes were trans",
+    re.IGNORECASE,
 )
 
 
@@ -60,7 +70,20 @@ class JobState:
     @property
     def has_ended(self) -> bool:
         """Whether it will not run again."""
-        return self.state in (*ENDED, FORGOTTEN)
+        return self.state == FORGOTTEN or self.state in ENDED
+
+
+class Accounted(NamedTuple):
+    """One time that SLURM has run a job, as sacct prints it."""
+
+    id: str
+    state: str
+    elapsed: str
+    limit: str
+    nodes: str
+    user: str
+    end: str
+    exit_code: str
 
 
 def is_installed() -> bool:
@@ -68,9 +91,7 @@ def is_installed() -> bool:
     return shutil.which("sbatch") is not None
 
 
-def call(
-    command: Sequence[str], *, cwd: Path | None = None, again: bool = True, stream: str = "stdout"
-) -> str:
+def call(command: Sequence[str], *, cwd: Path | None = None, again: bool = True) -> str:
     """The command's output; tried again while the controller cannot be reached, unless `again` is
     False.
 
@@ -79,23 +100,26 @@ def call(
     """
     rule = "is not installed here; `trilane train` trains on this machine"
     require(shutil.which(command[0]) is not None, "slurm", command[0], rule)
-    for delay in (0.0, *DELAYS_S[: len(DELAYS_S) * again]):
+    delays = [0.0]
+    if again:
+        delays += DELAYS_S
+    for delay in delays:
         time.sleep(delay)
-        # A busy controller answers within its MessageTimeout, 10 s by default, some sites have 60.
-        # In a session of its own: Ctrl-C at a terminal does not end an sbatch that is being
-        # answered.
-        done = run(command, within_s=60.0, cwd=cwd, start_new_session=True)
+        # in a session of its own: Ctrl-C does not end an sbatch that is being answered
+        done = run(command, within_s=ANSWER_S, cwd=cwd, start_new_session=True)
         if done.returncode == 0:
-            return str(getattr(done, stream))
-        if not _is_away(done.stderr):
+            return done.stdout
+        if not AWAY.search(done.stderr):
             raise SlurmError(f"slurm={command[0]}: {_message(done.stderr)}")
     reason = f"the controller cannot be reached ({_message(done.stderr)}); nothing was changed"
     raise SlurmUnreachable(f"slurm={command[0]}: {reason}")
 
 
-def _is_away(error: str) -> bool:
-    words = "unable to contact slurm controller|connection (refused|reset)|timed out|zero bytes were trans"
-    return re.search(words, error, re.I) is not None
+def _message(text: str) -> str:
+    """The lines of an error without the command's name, each once, joined and shortened."""
+    lines = [re.sub(r"^\w+: (error: )?", "", line.strip()) for line in text.splitlines()]
+    told = "; ".join(dict.fromkeys(filter(None, lines)))
+    return textwrap.shorten(told, 400, placeholder=" ...") or "no error text"
 
 
 def require_answer(then: str = "") -> None:
@@ -108,10 +132,9 @@ def require_answer(then: str = "") -> None:
     if shutil.which("scontrol") is None:
         return
     done = run(["scontrol", "ping"], within_s=3.0, start_new_session=True)
-    is_down = (
-        " is DOWN" in done.stdout and " is UP" not in done.stdout
-    )  # a backup controller may answer
-    if is_down or _is_away(done.stderr):
+    # a backup controller may answer
+    is_down = " is DOWN" in done.stdout and " is UP" not in done.stdout
+    if is_down or AWAY.search(done.stderr):
         answer = _message(done.stdout.partition("\n*")[0] + done.stderr)
         raise SlurmUnreachable(f"slurm=scontrol ping: SLURM does not answer ({answer}){then}")
 
@@ -122,8 +145,10 @@ def job_name(folder: Path) -> str:
 
     job_name(Path("runs/1b3")) is such as "1b3-5f0c9a31".
     """
-    digits = hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:8]
-    return f"{re.sub(r'[^A-Za-z0-9_.-]', '_', folder.resolve().name)[:40].lstrip('-')}-{digits}"
+    path = folder.resolve()
+    digits = hashlib.sha256(str(path).encode()).hexdigest()[:8]
+    plain = re.sub(r"[^A-Za-z0-9_.-]", "_", path.name)[:40].lstrip("-")
+    return f"{plain}-{digits}"
 
 
 def sbatch(
@@ -140,48 +165,34 @@ def sbatch(
     SlurmUnreachable has the command that looks.
     """
     name = name or job_name(script)
-    command = [
-        "sbatch",
-        "--parsable",
-        f"--job-name={name}",
-        *options,
-        "--",
-        script.name,
-        *arguments,
-    ]
+    command = ["sbatch", "--parsable", f"--job-name={name}", *options, "--", script.name]
+    command += arguments
     look = f"look with: squeue -u $USER -t all --name={name}"
     for _ in range(2):
         try:
+            printed = call(command, cwd=script.parent, again=False)
+        except SlurmUnreachable:
+            pass
+        else:
             # as ID[;CLUSTER], in the last line: a site's own sbatch may print others
-            printed = call(command, cwd=script.parent, again=False).strip()
-            job = printed.rpartition("\n")[2].partition(";")[0].strip()
-            require(
-                JOB_ID.fullmatch(job) is not None,
-                "slurm",
-                "sbatch",
-                f"printed {job[:400]!r}, no job id; {look}",
-            )
+            last = printed.strip().rpartition("\n")[2]
+            job = last.partition(";")[0].strip()
+            rule = f"printed {job[:400]!r}, no job id; {look}"
+            require(JOB_ID.fullmatch(job) is not None, "slurm", "sbatch", rule)
             return job
-        except SlurmUnreachable as error:
-            reason = str(error).removesuffix("; nothing was changed")
         try:
-            found = [job for job in states((), [name]) if job not in known]
+            accepted = [job for job in states((), [name]) if job not in known]
         except SlurmUnreachable:
             break
-        if found:
-            return found[-1]
-    raise SlurmUnreachable(f"{reason}; the job may have been accepted: {look}")
+        if accepted:
+            return accepted[-1]
+    reason = "the controller cannot be reached; the job may have been accepted"
+    raise SlurmUnreachable(f"slurm=sbatch: {reason}: {look}")
 
 
-def test_only(script: Path, *options: str) -> str:
-    """Where and when the job could start, as `sbatch --test-only` prints it; SlurmError if never."""
-    return _message(
-        call(
-            ["sbatch", "--test-only", *options, "--", script.name],
-            cwd=script.parent,
-            stream="stderr",
-        )
-    )
+def test_only(script: Path, *options: str) -> None:
+    """Raise SlurmError where the job could never start, by `sbatch --test-only`."""
+    call(["sbatch", "--test-only", *options, "--", script.name], cwd=script.parent)
 
 
 def states(ids: Iterable[str], names: Collection[str] = ()) -> dict[str, JobState]:
@@ -194,75 +205,77 @@ def states(ids: Iterable[str], names: Collection[str] = ()) -> dict[str, JobStat
     wanted = _checked(dict.fromkeys(ids))
     if not wanted and not names:
         return {}
-    # `squeue -j` fails if it has forgotten one of the ids, so all jobs of this user are listed
-    command = [
-        "squeue",
-        "-h",
-        "-r",
-        "-t",
-        "all",
-        "-u",
-        getpass.getuser(),
-        "-o",
-        "%A|%T|%r|%M|%l|%N|%j",
-    ]
-    columns = ("id", "state", "reason", "elapsed", "limit", "nodes", "name")
-    lines = [line.split("|", 6) for line in call(command).splitlines() if line.count("|") >= 6]
-    rows = [dict(zip(columns, words, strict=True)) for words in lines]
-    queued = [JobState(**row | {"reason": row["reason"].removeprefix("None")}) for row in rows]
-    queued.sort(
-        key=lambda state: not state.has_ended
-    )  # of a job that is listed twice the row in which it lives counts
-    found = {state.id: state for state in queued if state.id in wanted or state.name in names}
-    missing = [job for job in wanted if job not in found]
-    found |= _accounted(missing) if missing else {}
-    unknown = [job for job in missing if job not in found]
-    return (
-        {job: JobState(id=job, state=FORGOTTEN) for job in wanted}
-        | found
-        | (_shown(unknown) if unknown else {})
-    )
+    found = {job: JobState(id=job, state=FORGOTTEN) for job in wanted}
+    for state in _queued():
+        if state.id not in wanted and state.name not in names:
+            continue
+        # of a job that is listed twice the row in which it lives counts
+        if state.id not in found or found[state.id].has_ended:
+            found[state.id] = state
+    missing = [job for job, state in found.items() if state.state == FORGOTTEN]
+    for job, rows in past(missing).items():
+        last = rows[-1]
+        # squeue does not list it: the accounting of one's own job is late, or never heard of its
+        # end
+        if last.state in ENDED or last.user != getpass.getuser():
+            found[job] = JobState(
+                id=job, state=last.state, elapsed=last.elapsed, limit=last.limit, nodes=last.nodes
+            )
+    unknown = [job for job in missing if found[job].state == FORGOTTEN]
+    return found | _shown(unknown)
+
+
+def _queued() -> list[JobState]:
+    """This user's jobs that squeue lists: `squeue -j` fails if it has forgotten one of the ids."""
+    form = "%A|%T|%r|%M|%l|%N|%j"
+    user = getpass.getuser()
+    jobs = []
+    for line in call(["squeue", "-h", "-r", "-t", "all", "-u", user, "-o", form]).splitlines():
+        words = line.split("|", 6)
+        if len(words) == 7:
+            job, state, reason, elapsed, limit, nodes, name = words
+            reason = reason.removeprefix("None")
+            facts = {"reason": reason, "elapsed": elapsed, "limit": limit, "nodes": nodes}
+            jobs.append(JobState(id=job, state=state, name=name, **facts))
+    return jobs
 
 
 def _shown(ids: Sequence[str]) -> dict[str, JobState]:
     """The jobs that the controller itself still has; empty where it has none, or does not answer."""
-    if shutil.which("scontrol") is None:
+    if not ids or shutil.which("scontrol") is None:
         return {}
     asked = "".join(f"show job {job}\n" for job in ids)
-    shown = run(["scontrol", "-o"], within_s=60.0, start_new_session=True, input=asked).stdout
-    lines = re.findall(
-        r"JobId=(\d+) JobName=(.*?) UserId=.*? JobState=([A-Z_]+).*? NodeList=(\S*)", shown
-    )
-    nodes = {"(null)": ""}
-    return {
-        j: JobState(id=j, name=n, state=s, nodes=nodes.get(at, at))
-        for j, n, s, at in lines
-        if j in ids
-    }
+    done = run(["scontrol", "-o"], within_s=ANSWER_S, start_new_session=True, input=asked)
+    form = r"JobId=(\d+) JobName=(.*?) UserId=.*? JobState=([A-Z_]+).*? NodeList=(\S*)"
+    shown = {}
+    for job, name, state, nodes in re.findall(form, done.stdout):
+        if job in ids:
+            nodes = nodes.removeprefix("(null)")
+            shown[job] = JobState(id=job, name=name, state=state, nodes=nodes)
+    return shown
 
 
-def past(ids: Collection[str]) -> dict[str, list[tuple[str, str, str]]]:
-    """(state, end, exit code) of each time that SLURM has run the jobs: a requeued one has as many
-    as starts.
+def past(ids: Collection[str]) -> dict[str, list[Accounted]]:
+    """Each time that SLURM has run the jobs, by its accounting: a requeued one has as many as
+    starts.
 
     Empty where there is no accounting. A job that has lost a node under --no-kill has a row
     RESIZING before that of its end.
     """
     if not ids or shutil.which("sacct") is None:
         return {}
-    columns = "jobidraw,state,end,exitcode"
-    printed = run(
-        ["sacct", "-DXnP", "-j", ",".join(_checked(ids)), "-o", columns], within_s=60.0
-    ).stdout
-    found = dict[str, list[tuple[str, str, str]]]()
-    for job, state, end, code in (
-        line.split("|") for line in printed.splitlines() if line.count("|") == 3
-    ):
-        if state != "RESIZING":
-            found.setdefault(job, []).append(
-                (state.partition(" ")[0], end, code)
-            )  # "CANCELLED by 1000"
-    return found
+    columns = "jobidraw,state,elapsed,timelimit,nodelist,user,end,exitcode"
+    command = ["sacct", "-DXnP", "-j", ",".join(_checked(ids)), "-o", columns]
+    rows: dict[str, list[Accounted]] = {}
+    for line in run(command, within_s=ANSWER_S).stdout.splitlines():
+        words = line.split("|")
+        if len(words) != len(Accounted._fields):
+            continue
+        row = Accounted(*words)
+        row = row._replace(state=row.state.partition(" ")[0])  # "CANCELLED by 1000"
+        if row.id in ids and row.state != "RESIZING":
+            rows.setdefault(row.id, []).append(row)
+    return rows
 
 
 def _checked(ids: Iterable[str]) -> list[str]:
@@ -273,33 +286,6 @@ def _checked(ids: Iterable[str]) -> list[str]:
     return wanted
 
 
-def _accounted(ids: Sequence[str]) -> dict[str, JobState]:
-    try:
-        output = call(
-            [
-                "sacct",
-                "-XnP",
-                "-j",
-                ",".join(ids),
-                "-o",
-                "jobidraw,state,elapsed,timelimit,nodelist,user",
-            ]
-        )
-    except SlurmError:
-        return {}  # "Slurm accounting storage is disabled": the ledger and the log have to do
-    found = {}
-    for line in (line for line in output.splitlines() if line.count("|") == 5):
-        job, state, elapsed, limit, nodes, user = line.split("|")
-        one = JobState(
-            id=job, state=state.partition(" ")[0], elapsed=elapsed, limit=limit, nodes=nodes
-        )  # "CANCELLED by 1000"
-        # squeue does not list it: the accounting of one's own job is late, or never heard of its
-        # end
-        if job in ids and (one.has_ended or user != getpass.getuser()):
-            found[job] = one
-    return found
-
-
 def cancel(ids: Iterable[str]) -> None:
     """Cancel the jobs. Raises SlurmError where one is not known, or belongs to another user."""
     if jobs := _checked(ids):
@@ -308,18 +294,6 @@ def cancel(ids: Iterable[str]) -> None:
 
 def hostnames(nodelist: str) -> list[str]:
     """The nodes of a SLURM node list."""
-    return call(["scontrol", "show", "hostnames", nodelist]).split() if nodelist else []
-
-
-def _message(text: str) -> str:
-    """The error lines (a site may explain a refusal there), an option that this SLURM does not
-    know, and the last line; unprefixed, joined and shortened.
-    """
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    chosen = [
-        line for line in lines if re.match(r"\w+: (error: |unrecognized option)", line)
-    ] + lines[-1:]
-    chosen = list(dict.fromkeys(re.sub(r"^\w+: (error: )?", "", line) for line in chosen))
-    return (
-        textwrap.shorten("; ".join(chosen), 400, placeholder=" ...") if chosen else "no error text"
-    )
+    if not nodelist:
+        return []
+    return call(["scontrol", "show", "hostnames", nodelist]).split()

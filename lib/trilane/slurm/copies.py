@@ -11,11 +11,12 @@ import shutil
 import tempfile
 from pathlib import Path
 
-from trilane.config.plan import plan_from_json, read_plan_values
+from trilane.config.plan import plan_from_json
 from trilane.utils.files import read_text, replace_text
 from trilane.utils.validation import require
 from trilane.workspace.continuation import changes
 from trilane.workspace.installation import packages, revision, shipped
+from trilane.workspace.run import Run
 
 # what a script that runs the frozen code mentions
 USED_BY = "TRILANE_CODE"
@@ -26,25 +27,30 @@ def hash_of(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def keep_plan(folder: Path) -> str:
-    """Keep the plan of a run folder as submitted/HASH.json, with the text of a layer of its own;
-    the hash.
-    """
-    text = json.dumps(read_plan_values(folder / "plan.json"), indent=1)
-    kept = folder / "submitted" / f"{hash_of(text)}.json"
-    if read_text(kept) != text:
-        kept.parent.mkdir(exist_ok=True)
-        replace_text(kept, text)
+def keep_plan(run: Run) -> str:
+    """Keep the plan of a run as submitted/HASH.json, with the text of a layer of its own; the hash."""
+    text = json.dumps(run.values, indent=1)
+    kept = run.folder / "submitted" / f"{hash_of(text)}.json"
+    kept.parent.mkdir(exist_ok=True)
+    replace_text(kept, text)
     return kept.stem
 
 
-def kept_plan(folder: Path, kept: str) -> str:
+def last_kept(run: Run) -> str:
+    """The hash of the plan that was kept last; "" where none was."""
+    kept = (run.folder / "submitted").glob("*.json")
+    return max(kept, key=lambda path: path.stat().st_mtime_ns, default=Path()).stem
+
+
+def kept_plan(run: Run, kept: str) -> str:
     """The text of the plan of that hash; "" where it is missing or edited."""
-    text = read_text(folder / f"submitted/{kept}.json")
-    return text if hash_of(text) == kept else ""
+    text = read_text(run.folder / f"submitted/{kept}.json")
+    if hash_of(text) != kept:
+        return ""
+    return text
 
 
-def plan_changes(folder: Path, kept: object) -> list[str]:
+def plan_changes(run: Run, kept: object) -> list[str]:
     """In what plan.json differs from the plan of that hash, a line a field, however it is written;
     [] for no hash.
 
@@ -52,18 +58,12 @@ def plan_changes(folder: Path, kept: object) -> list[str]:
     """
     if not isinstance(kept, str) or not re.fullmatch(r"[0-9a-f]{16}", kept):
         return []
-    now = read_plan_values(folder / "plan.json")
-    if hash_of(json.dumps(now, indent=1)) == kept:
+    if hash_of(json.dumps(run.values, indent=1)) == kept:
         return []
-    was = kept_plan(folder, kept)
-    require(
-        bool(was),
-        "plan",
-        folder / f"submitted/{kept}.json",
-        "is lost or damaged, and plan.json differs",
-    )
-    both = (json.loads(was), now)
-    return changes(*(plan_from_json(values).to_json() for values in both))
+    before = kept_plan(run, kept)
+    path = run.folder / f"submitted/{kept}.json"
+    require(bool(before), "plan", path, "is lost or damaged, and plan.json differs")
+    return changes(plan_from_json(json.loads(before)).to_json(), run.plan.to_json())
 
 
 def freeze(home: Path) -> Path:
@@ -71,55 +71,39 @@ def freeze(home: Path) -> Path:
 
     ValueError where it cannot be read or written, or is being changed.
     """
-    require(
-        ":" not in str(home),
-        "run folder",
-        home,
-        "must hold no colon, which separates PYTHONPATH's folders",
-    )
+    rule = "must hold no colon, which separates PYTHONPATH's folders"
+    require(":" not in str(home), "run folder", home, rule)
     code = home / "code"
+    roots = {path.name: path for path in packages()}
+    roots["share/trilane/slurm_templates"] = shipped("slurm_templates")
     try:
         code.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix="new-", dir=code) as place:
-            part = Path(place) / "copy"
-            for name, root in _roots().items():
-                shutil.copytree(root, part / name, ignore=shutil.ignore_patterns("__pycache__"))
-            sums = _sums({name: part / name for name in _roots()})
+            copy = Path(place) / "copy"
+            for name, root in roots.items():
+                shutil.copytree(root, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
+            sums = _sums({name: copy / name for name in roots})
             # an update of the installation takes seconds, in which half of it is old
-            require(
-                sums == _sums(_roots()),
-                "code",
-                packages()[0],
-                "is being changed; submit when that has ended",
-            )
+            rule = "is being changed; submit when that has ended"
+            require(sums == _sums(roots), "code", packages()[0], rule)
             target = code / hash_of(sums)
-            listed = read_text(target / "SHA256SUMS")
-            if listed != sums or _sums({name: target / name for name in _roots()}) != sums:
-                (part / "SHA256SUMS").write_text(sums)
-                (part / "REVISION").write_text(f"{revision()}\n")
+            is_whole = read_text(target / "SHA256SUMS") == sums
+            if not is_whole or _sums({name: target / name for name in roots}) != sums:
+                (copy / "SHA256SUMS").write_text(sums)
+                (copy / "REVISION").write_text(f"{revision()}\n")
                 shutil.rmtree(target, ignore_errors=True)
-                part.rename(target)
+                copy.rename(target)
     except OSError as error:
         raise ValueError(f"code={code}: cannot be written ({error.strerror or error})") from None
     return target
 
 
-def _roots() -> dict[str, Path]:
-    """The folders of the packages and of the templates, by their name in a copy."""
-    roots = {path.name: path for path in packages()}
-    return {**roots, "share/trilane/slurm_templates": shipped("slurm_templates")}
-
-
 def _sums(roots: dict[str, Path]) -> str:
     """The files below folders in the form of sha256sum, which the job checks them with."""
-    paths = [
-        (f"{name}/{path.relative_to(root)}", path)
-        for name, root in roots.items()
-        for path in root.rglob("*")
-    ]
-    files = sorted(
-        (name, path) for name, path in paths if path.is_file() and "__pycache__" not in path.parts
-    )
-    return "".join(
-        f"{hashlib.sha256(path.read_bytes()).hexdigest()}  {name}\n" for name, path in files
-    )
+    lines = []
+    for name, root in roots.items():
+        for path in root.rglob("*"):
+            if path.is_file() and "__pycache__" not in path.parts:
+                digest = hashlib.sha256(path.read_bytes()).hexdigest()
+                lines.append((f"{name}/{path.relative_to(root)}", digest))
+    return "".join(f"{digest}  {file}\n" for file, digest in sorted(lines))

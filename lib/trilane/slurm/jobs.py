@@ -10,25 +10,29 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from trilane.config.plan import Plan, read_plan
+from trilane.config.plan import Plan
 from trilane.costmodel.shipped import constants_of
 from trilane.launch.outcome import last_log
-from trilane.slurm import attempt, client, copies, ledger
+from trilane.slurm import attempt, client, copies
+from trilane.slurm.attempt import status_of
+from trilane.slurm.client import FORGOTTEN, JobState
 from trilane.slurm.script import SCRIPT, rewrite
 from trilane.slurm.sites import JobRequest, Site
 from trilane.utils.files import read_text
 from trilane.utils.folder_lock import FolderLock
 from trilane.utils.tables import DataFrame, Table, as_json, frame_of, short
 from trilane.utils.validation import require
-from trilane.workspace import pace, run_folder, storage
-from trilane.workspace.run_folder import is_completed
-from trilane.workspace.status import RunStatus, Status, known_status, status_problem, verdict
-from trilane.workspace.storage import NO_ROOM, NOT_SAVED
+from trilane.workspace import pace, storage
+from trilane.workspace.run import Run, not_finite
+from trilane.workspace.status import RunStatus, Status, verdict
 
 # for the lock of a folder, which a submission holds for a second or two
 PATIENCE_S = 15.0
 # in which a controller still accepts the request of an sbatch that was killed (MessageTimeout)
 SETTLE_S = 10.0
+# who gets a lock only after so long has waited for another process
+WAITED_S = 0.1
+ALARMS = ("SLOW", "NOT FINITE", storage.NOT_SAVED, storage.NO_ROOM)
 
 
 class ActiveJob(ValueError):
@@ -40,166 +44,184 @@ class ActiveJob(ValueError):
 
 def submit(folder: Path, site: Site, request: JobRequest, options: Sequence[str] = ()) -> str:
     """Submit the run of a folder, as submit_all(); the job's id."""
-    return submit_all([folder], site, request, options=options)[0][1]
+    return submit_all([Run(folder)], site, request, options=options)[0][1]
 
 
 def submit_all(
-    folders: Iterable[Path],
+    runs: Sequence[Run],
     site: Site,
     request: JobRequest,
     *,
-    times: int | Mapping[Path, int] = 1,
+    times: Sequence[int] = (),
     parallel: int = 0,
     options: Sequence[str] = (),
-) -> list[tuple[Path, str]]:
-    """Submit `times` jobs of each run with its job.sbatch, written from the template where there is
-    none; their ids.
+) -> list[tuple[Run, str]]:
+    """Submit the runs with their job.sbatch, written from the template where there is none; each
+    with the id of its job, or of as many as `times` has for it.
 
-    At most `parallel` of them run at a time (0: any number): each waits for the end of the one so
-    many before it; jobs of one run never do. ValueError where a run is completed, and ActiveJob
-    where it has a job that has not ended, before anything is submitted.
+    At most `parallel` jobs run at a time (0: any number): each waits for the end of the one so many
+    before it; jobs of one run never do. ValueError where a run is completed, and ActiveJob where it
+    has a job that has not ended, before anything is submitted.
     """
-    runs = {folder: folder.resolve() for folder in map(Path, folders)}
     require(not site.is_local, "site", site.name, "has no SLURM; `trilane train PLAN` trains here")
-    for path in runs.values():
-        read_plan(path / "plan.json")
-        require(not is_completed(path), "run folder", path, "holds a completed run; take a new one")
-    made, parents = list[tuple[Path, str]](), {path.parent for path in runs.values()}
+    for run in runs:
+        assert run.plan
+        rule = "holds a completed run; take a new one"
+        require(not run.is_completed, "run folder", run.folder, rule)
+    home = {run.folder.resolve().parent for run in runs}
     # runs of one sweep or chain share a copy of the code
-    shared = parents.pop() if len(runs) > 1 == len(parents) else None
+    is_shared = len(runs) > 1 and len(home) == 1
     # once a submission: it reads the whole package twice
     freeze = functools.cache(copies.freeze)
-    with submitting(runs.values()):
+    submitted: list[tuple[Run, str]] = []
+    with submitting(runs):
         try:
-            often = times if isinstance(times, Mapping) else dict.fromkeys(runs, times)
-            for folder, path in [pair for pair in runs.items() for _ in range(often[pair[0]])]:
+            for run, count in zip(runs, times or [1] * len(runs), strict=True):
+                path = run.folder.resolve()
                 if not (path / SCRIPT).exists():
-                    rewrite(path, site, request)
-                after = [
-                    f"afterany:{job}"
-                    for _, job in made[-parallel:][:1]
-                    if 0 < parallel <= len(made)
-                ]
-                code = functools.partial(freeze, shared or path)
-                made.append((folder, _accept(path, code, site.source, options, after)))
+                    rewrite(run, site, request)
+                for _ in range(count):
+                    after = ""
+                    if 0 < parallel <= len(submitted):
+                        after = f"afterany:{submitted[-parallel][1]}"
+                    code = ""
+                    if copies.USED_BY in read_text(path / SCRIPT):
+                        code = str(freeze(path.parent if is_shared else path))
+                    submitted.append((run, _submit_one(run, code, site.source, options, after)))
         except ValueError as error:
-            earlier = f"; submitted before it: {', '.join(job for _, job in made)}" * bool(made)
-            error.args = (f"{error}{earlier}", *error.args[1:])
+            if submitted:
+                earlier = ", ".join(job for _, job in submitted)
+                error.args = (f"{error}; submitted before it: {earlier}", *error.args[1:])
             raise
-    return made
+    return submitted
 
 
-def accept_changes(folder: Path, site: str) -> list[str]:
+def _submit_one(run: Run, code: str, site: str, options: Sequence[str], after: str) -> str:
+    """Submit the script of a run that is locked; the id of its job, which waits for that `after`.
+
+    A run's jobs begin one after another (singleton, by name). The folder of the frozen code is the
+    script's argument, which a job keeps, whatever `--export` or a site's own sbatch do with the
+    environment.
+    """
+    kept = copies.keep_plan(run)
+    waits = ",".join(filter(None, ["singleton", after]))
+    job = client.sbatch(
+        run.folder.resolve() / SCRIPT,
+        f"--dependency={waits}",
+        "--kill-on-invalid-dep=yes",
+        *options,
+        name=client.job_name(run.folder),
+        known=run.job_ids(),
+        arguments=[code] if code else [],
+    )
+    constants = constants_of(run.plan).hash
+    facts = {"plan": kept, "constants": constants, "code": Path(code).name}
+    run.note("submitted", job, site=site, after=after, **facts)
+    return job
+
+
+def accept_changes(run: Run, site: str) -> list[str]:
     """Let the jobs of a run that have not ended begin with the plan as it is now; their ids."""
-    with FolderLock([folder]).held(PATIENCE_S):
-        jobs, kept = active_jobs(folder), copies.keep_plan(folder)
-        for job in jobs:
-            ledger.note(folder, "accepted", job, site=site, plan=kept)
-    return jobs
-
-
-def unreached(folder: Path, waiting: Sequence[str]) -> list[str]:
-    """A line where jobs that wait have another script than the folder."""
-    now = copies.hash_of(read_text(folder / SCRIPT))
-    found = ledger.events(folder, "submitted")
-    held = [e["id"] for e in found if e["id"] in waiting and e.get("script", now) != now]
-    text = f"{folder}: job {', '.join(held)} keeps the {SCRIPT} that SLURM has; cancel, and submit anew"
-    return [text] * bool(held)
+    with FolderLock([run.folder]).held(PATIENCE_S):
+        run.renew()
+        (states,) = states_of([run])
+        waiting = [state.id for state in states if not state.has_ended]
+        kept = copies.keep_plan(run)
+        for job in waiting:
+            run.note("accepted", job, site=site, plan=kept)
+    return waiting
 
 
 @contextlib.contextmanager
-def submitting(folders: Iterable[Path]) -> Iterator[None]:
+def submitting(runs: Sequence[Run]) -> Iterator[None]:
     """The run folders locked, none of which has a job that has not ended.
 
     SLURM alone knows what it has accepted, and finds it by the jobs' name. It does not know what is
     on its way: a process that was killed may have left an sbatch. It leaves its lock, too: then
     SLURM is asked again after SETTLE_S.
     """
-    wanted = list(folders)
-    was_locked, begin = any((folder / "run.lock").exists() for folder in wanted), time.monotonic()
-    with FolderLock(wanted).held(PATIENCE_S):
-        was_locked |= (
-            time.monotonic() - begin > 0.1
-        )  # by one that may have been killed while this waited
-        _require_idle(wanted)
+    folders = [run.folder for run in runs]
+    was_locked = any((folder / "run.lock").exists() for folder in folders)
+    begin = time.monotonic()
+    with FolderLock(folders).held(PATIENCE_S):
+        # by one that may have been killed while this waited
+        was_locked |= time.monotonic() - begin > WAITED_S
+        for run in runs:
+            run.renew()
+        _require_idle(runs)
         if was_locked:
             time.sleep(SETTLE_S)
-            _require_idle(wanted)
+            _require_idle(runs)
         yield
 
 
-def _require_idle(folders: Sequence[Path]) -> None:
+def _require_idle(runs: Sequence[Run]) -> None:
     """ActiveJob where a run has a job that has not ended; the ledger gets the jobs that it lacks."""
-    for folder, states in states_of(folders, must_ask=True).items():
-        known = ledger.job_ids(folder)
-        for job in [state.id for state in states if state.id not in known]:
-            # its submission was killed before it could record it
-            ledger.note(folder, "submitted", job, site="", after="")
-        if active := [state for state in states if not state.has_ended]:
-            ids, words = [state.id for state in active], ", ".join(state.state for state in active)
-            raise ActiveJob(
-                f"run folder={folder}: has job {', '.join(ids)} already ({words}); cancel it first",
-                ids,
-            )
-
-
-def _accept(
-    folder: Path,
-    freeze: Callable[[], Path],
-    site: str,
-    options: Sequence[str],
-    after: Sequence[str],
-) -> str:
-    """Submit the script of a run folder that is locked; the id of its job, which waits for those
-    `after`, too.
-
-    A run's jobs begin one after another (singleton, by name). The folder of the frozen code is the
-    script's argument, which a job keeps, whatever `--export` or a site's own sbatch do with the
-    environment.
-    """
-    script = folder / SCRIPT
-    code = freeze() if copies.USED_BY in read_text(script) else None
-    options = [
-        f"--dependency={','.join(['singleton', *after])}",
-        "--kill-on-invalid-dep=yes",
-        *options,
-    ]
-    facts = {"plan": copies.keep_plan(folder), "script": copies.hash_of(read_text(script))}
-    facts |= {
-        "constants": constants_of(read_plan(folder / "plan.json")).hash,
-        "code": code.name if code else "",
-    }
-    name, known, words = (
-        client.job_name(folder),
-        ledger.job_ids(folder),
-        [str(code)] if code else [],
-    )
-    job = client.sbatch(script, *options, name=name, known=known, arguments=words)
-    ledger.note(folder, "submitted", job, site=site, after=",".join(after), **facts)
-    return job
+    for run, states in zip(runs, states_of(runs, must_ask=True), strict=True):
+        recorded = run.job_ids()
+        for state in states:
+            if state.id not in recorded:
+                # its submission was killed before it could record it
+                run.note("submitted", state.id, site="", after="")
+        active = [state for state in states if not state.has_ended]
+        if active:
+            ids = [state.id for state in active]
+            words = ", ".join(state.state for state in active)
+            rule = f"has job {', '.join(ids)} already ({words}); cancel it first"
+            raise ActiveJob(f"run folder={run.folder}: {rule}", ids)
 
 
 def cancel(folders: Iterable[Path]) -> list[str]:
     """Cancel every job of the runs that has not ended; their ids. Raises ValueError where SLURM
     does not answer.
     """
-    client.require_answer(
-        "; nothing was cancelled: try again, or `touch RUN/stop`, with which a run saves and ends by itself"
-    )
-    live = [
-        (folder, s.id)
-        for folder, states in states_of(folders).items()
-        for s in states
-        if not s.has_ended
-    ]
-    client.cancel(job for _, job in live)
-    for folder, job in live:
-        ledger.note(folder, "cancelled", job)
-    return [job for _, job in live]
+    then = "nothing was cancelled: try again, or `touch RUN/stop`, with which a run saves and ends"
+    client.require_answer(f"; {then}")
+    runs = [Run(folder) for folder in folders]
+    live = []
+    for run, states in zip(runs, states_of(runs), strict=True):
+        live += [(run, state.id) for state in states if not state.has_ended]
+    ids = [job for _, job in live]
+    client.cancel(ids)
+    for run, job in live:
+        run.note("cancelled", job)
+    return ids
+
+
+def states_of(runs: Sequence[Run], must_ask: bool = False) -> list[list[JobState]]:
+    """The jobs of each run, oldest first: those of its ledger, and those that squeue has by their
+    name.
+
+    Raises SlurmError where SLURM does not answer, unless no ledger has a job and it need not be
+    asked.
+    """
+    ids = [run.job_ids() for run in runs]
+    names = [client.job_name(run.folder) for run in runs]
+    of_slurm = [job for of_run in ids for job in of_run if client.JOB_ID.fullmatch(job)]
+    found: dict[str, JobState] = {}
+    if client.is_installed():
+        try:
+            found = client.states(of_slurm, names)
+        except client.SlurmError:  # SLURM's commands may be installed here, and not configured
+            if of_slurm or must_ask:
+                raise
+    for job, state in found.items():
+        if state.name in names and job not in ids[names.index(state.name)]:
+            ids[names.index(state.name)].append(job)
+    states = []
+    for of_run in ids:
+        states.append([found.get(job) or JobState(id=job, state=FORGOTTEN) for job in of_run])
+    return states
+
+
+def active_jobs(folder: Path) -> list[str]:
+    """Ids of the folder's jobs that have not ended: waiting, running, held or suspended."""
+    (states,) = states_of([Run(folder)])
+    return [state.id for state in states if not state.has_ended]
 
 
 @dataclass(frozen=True, kw_only=True)
-class JobStatus(client.JobState):
+class JobStatus(JobState):
     """A run's current job, our status with its evidence, the training's progress, how many later
     jobs wait; nodes at fault, as --exclude takes them.
     """
@@ -219,19 +241,22 @@ class JobStatus(client.JobState):
 
     def to_json(self) -> dict[str, Any]:
         """The JSON object of `trilane slurm status`, in which the key of our status is `verdict`."""
-        return {
-            "verdict" if name == "status" else name: v
-            for name, v in as_json(self).items()
-            if name != "name"
-        }
+        values = as_json(self)
+        del values["name"]
+        values["verdict"] = values.pop("status")
+        return values
 
-    def line(self) -> str:
+    def summary(self) -> str:
         """A line for the terminal."""
-        job = f"{self.id} +{self.waiting}" if self.waiting else self.id
-        without = f"--exclude={self.exclude[:80]} " * bool(self.exclude)
+        job = self.id
+        if self.waiting:
+            job += f" +{self.waiting}"
+        evidence = self.evidence[:240]
+        if self.exclude:
+            evidence = f"--exclude={self.exclude[:80]} {evidence}"
         state = f"{self.run:28.28} {job:12} {self.state:13} {self.elapsed:>10}"
-        progress = f"{self.reason or self.nodes:22.22} {self.iteration:>7}/{self.iterations} {self.status:10}"
-        return f"{state} {progress} {without}{self.evidence[:240]}".rstrip()
+        place = f"{self.reason or self.nodes:22.22} {self.iteration:>7}/{self.iterations}"
+        return f"{state} {place} {self.status:10} {evidence}".rstrip()
 
 
 class JobTable(list[JobStatus], Table):
@@ -244,176 +269,137 @@ class JobTable(list[JobStatus], Table):
         """A row a run: job, state (of SLURM), status, iteration of iterations, what it waits for,
         the evidence.
         """
-        columns: dict[str, str | Callable[[JobStatus], str]] = {"run": "run", "job": "id"}
-        columns |= {
-            "state": lambda j: j.state if j.id else ""
-        }  # of a run that was not submitted its status alone
-        columns |= {
-            "status": lambda j: str(j.status),
+        columns: dict[str, str | Callable[[JobStatus], str]] = {
+            "run": "run",
+            "job": "id",
+            # of a run that was not submitted its status alone
+            "state": lambda job: job.state if job.id else "",
+            "status": lambda job: str(job.status),
             "iteration": "iteration",
             "iterations": "iterations",
+            "waits for": "reason",
+            "evidence": lambda job: short(job.evidence),
         }
-        return frame_of(
-            self, columns | {"waits for": "reason", "evidence": lambda j: short(j.evidence)}
-        )
+        return frame_of(self, columns)
 
 
 def job_status(folders: Iterable[Path]) -> JobTable:
     """The status of each run folder: of its job that runs, else of the next that waits, else of the
     last.
     """
-    return JobTable(_status(folder, states) for folder, states in states_of(folders).items())
+    runs = [Run(folder) for folder in folders]
+    return JobTable(map(_status, runs, states_of(runs)))
 
 
-def _close(folder: Path, states: Sequence[client.JobState]) -> None:
-    """Record the ends that killed attempts could not; not where another process has the folder, or
-    it is read only.
-    """
-    alive = {s.id for s in states if not s.has_ended and s.state != "PENDING"}
-    if any(e["event"] == "started" and e["id"] not in alive for e in ledger.unended(folder)):
-        with contextlib.suppress(ValueError, OSError), FolderLock([folder]).held(0.0):
-            attempt.close_ended(folder, {state.id: state for state in states})
-
-
-def states_of(folders: Iterable[Path], must_ask: bool = False) -> dict[Path, list[client.JobState]]:
-    """The jobs of each run folder, oldest first: those of its ledger, and those that squeue has by
-    their name.
-
-    Raises SlurmError where SLURM does not answer, unless no ledger has a job and it need not be
-    asked.
-    """
-    ids = {Path(folder): ledger.job_ids(Path(folder)) for folder in folders}
-    of_slurm = [job for mine in ids.values() for job in mine if client.JOB_ID.fullmatch(job)]
-    folder_of = {client.job_name(folder): folder for folder in ids}
-    found = dict[str, client.JobState]()
+def _status(run: Run, states: Sequence[JobState]) -> JobStatus:
+    live = [state for state in states if not state.has_ended]
+    current = _current(run, states, live)
+    waiting = len(live)
+    if current in live:
+        waiting -= 1
+    iterations = 0
     try:
-        found = client.states(of_slurm, folder_of) if client.is_installed() else {}
-    except client.SlurmError:  # SLURM's commands may be installed here, and not configured
-        if of_slurm or must_ask:
-            raise
-    for job, state in found.items():
-        folder = folder_of.get(state.name)
-        if folder and job not in ids[folder]:
-            ids[folder].append(job)
-    return {
-        folder: [found.get(job) or client.JobState(id=job, state=client.FORGOTTEN) for job in mine]
-        for folder, mine in ids.items()
-    }
-
-
-def active_jobs(folder: Path) -> list[str]:
-    """Ids of the folder's jobs that have not ended: waiting, running, held or suspended."""
-    return [state.id for state in states_of([folder])[Path(folder)] if not state.has_ended]
-
-
-def _status(folder: Path, states: Sequence[client.JobState]) -> JobStatus:
-    _close(folder, states)
-    live, begun = [s for s in states if not s.has_ended], ledger.events(folder, "started")[-1:]
-    # one that is still COMPLETING, as on a node that has died, is not the one that runs now
-    order = {"RUNNING": 0, "COMPLETING": 2, "PENDING": 3}
-    running = sorted(
-        live, key=lambda s: (order.get(s.state, 1), s.id not in [e["id"] for e in begun])
-    )
-    none = client.JobState(id="", state="NOT SUBMITTED")
-    current = next(iter(running), None) or _decisive(folder, states) or none
-    try:
-        iterations = read_plan(folder / "plan.json").run.goal
-        found = _verdict(folder, current)
-        if found.status is Status.TIME_LIMIT and not live:
-            found = replace(found, evidence=found.evidence + attempt.how_to_resume(folder))
+        iterations = run.plan.run.goal
+        found = _verdict(run, current)
     except ValueError as error:  # the plan was deleted or damaged while a job waits or runs
-        active = Status.WAITING if current.state == "PENDING" else Status.RUNNING
-        ended = attempt.REASONS.get(current.state, Status.UNFINISHED)
-        iterations, found = 0, attempt.status_of(active if live else ended, str(error))
+        status = attempt.REASONS.get(current.state, Status.UNFINISHED)
+        if live:
+            status = Status.WAITING if current.state == "PENDING" else Status.RUNNING
+        found = status_of(status, str(error))
+    if found.status is Status.TIME_LIMIT and not live:
+        sites = [event.get("site") for event in run.events("submitted")]
+        site = next(filter(None, reversed(sites)), "SITE")
+        resumes = f"`{attempt.submit_command(run.folder, str(site))}` resumes it"
+        found = replace(found, evidence=f"{found.evidence}; {resumes}")
     return JobStatus(
         **vars(current),
-        run=folder.name,
+        run=run.folder.name,
         status=found.status,
         evidence=found.evidence,
         exclude=found.exclude,
-        iteration=run_folder.iteration(folder),
+        iteration=run.iteration,
         iterations=iterations,
-        waiting=len(live) - (current in live),
+        waiting=waiting,
     )
 
 
-def _decisive(folder: Path, states: Sequence[client.JobState]) -> client.JobState | None:
-    """Of jobs that have ended the last that trained, or failed before it could; None where there is
-    no job.
+def _current(run: Run, states: Sequence[JobState], live: Sequence[JobState]) -> JobState:
+    """The job that shows how a run stands: that which runs, else the next that waits, else the last
+    that trained, or failed before it could.
 
     The later jobs of a chain only find that nothing is left to do, or are cancelled before they
     start.
     """
-    began, refused = ledger.job_ids(folder, "started"), ledger.job_ids(folder, "refused")
-    nothing = ("COMPLETED", "CANCELLED", client.FORGOTTEN)
-    failed = [s.id for s in states if s.id not in refused and s.state not in nothing]
-    return next(
-        (s for s in reversed(states) if s.id in (*began, *failed)), states[-1] if states else None
-    )
+    started = run.job_ids("started")
+    # one that is still COMPLETING, as on a node that has died, is not the one that runs now
+    order = {"RUNNING": 0, "COMPLETING": 2, "PENDING": 3}
+    if live:
+        return min(live, key=lambda job: (order.get(job.state, 1), job.id not in started[-1:]))
+    refused = run.job_ids("refused")
+    for job in reversed(states):
+        has_failed = job.state not in ("COMPLETED", "CANCELLED", FORGOTTEN)
+        if job.id in started or (has_failed and job.id not in refused):
+            return job
+    if states:
+        return states[-1]
+    return JobState(id="", state="NOT SUBMITTED")
 
 
-def _verdict(folder: Path, job: client.JobState) -> RunStatus:
+def _verdict(run: Run, job: JobState) -> RunStatus:
     """How it stands with the job, and the line that proves it."""
-    written, of = known_status(folder), attempt.status_of
+    written = run.status
     if job.state == "NOT SUBMITTED":
-        problem = status_problem(folder)
-        return (
-            of(Status.UNFINISHED, problem) if problem else written or of(Status.NOT_SUBMITTED, "")
-        )
+        return written or status_of(Status.NOT_SUBMITTED, "")
+    if job.state == "PENDING":
+        return status_of(Status.WAITING, job.reason)
     if not job.has_ended:
-        if job.state == "PENDING":
-            return of(Status.WAITING, job.reason)
-        text, nodes = pace.slowness(folder)
-        alarm = "; ".join(
-            filter(None, (run_folder.not_finite(folder), storage.trouble(folder), text))
-        )
-        running = of(Status.RUNNING, alarm or "".join(_tail(folder / "run.log", 1)))
-        return replace(running, exclude=",".join(nodes))
+        slow, nodes = pace.slowness(run.folder)
+        alarms = filter(None, (not_finite(run.folder), storage.trouble(run.folder), slow))
+        evidence = "; ".join(alarms) or "".join(_tail(run.folder / "run.log", 1))
+        return replace(status_of(Status.RUNNING, evidence), exclude=",".join(nodes))
     # the files in the folder are of the last job that started, ended or was refused there; without
     # such events in the ledger (a script written by hand) a failed job is assumed to have left none
-    events = ledger.events(folder, "started", "ended", "refused")
-    is_last = events[-1]["id"] == job.id if events else job.state != "FAILED"
-    written = written if written and (is_last or written.status is Status.COMPLETED) else None
-    known = attempt.REASONS.get(job.state)  # FAILED is none
-    scheduler = of(known, f"SLURM: {job.state}") if known else None
-    log = last_log(folder) if is_last and not written and not scheduler else None
-    return verdict(
-        code=None,
-        written=written,
-        scheduler=scheduler,
-        log=log,
-        otherwise=_unexplained(folder, job),
-    )
+    events = run.events("started", "ended", "refused")
+    is_last = job.state != "FAILED"
+    if events:
+        is_last = events[-1]["id"] == job.id
+    if written and not is_last and written.status is not Status.COMPLETED:
+        written = None
+    scheduler = None
+    if job.state in attempt.REASONS:
+        scheduler = status_of(attempt.REASONS[job.state], f"SLURM: {job.state}")
+    log = None
+    if is_last and not written and not scheduler:
+        log = last_log(run.folder)
+    otherwise = _unexplained(run, job)
+    return verdict(code=None, written=written, scheduler=scheduler, log=log, otherwise=otherwise)
 
 
-def _unexplained(folder: Path, job: client.JobState) -> RunStatus:
+def _unexplained(run: Run, job: JobState) -> RunStatus:
     """The end of a job for which neither its files nor SLURM give a reason: by its ledger, and what
     it printed.
     """
-    if job.state in ("COMPLETED", client.FORGOTTEN) and (done := attempt.finished(folder)):
-        return attempt.status_of(Status.COMPLETED, done)
-    ended = [e for e in ledger.events(folder, "ended") if e["id"] == job.id][-1:]
-    if job.state == client.FORGOTTEN and ended and ended[0]["status"] in list(Status):
-        return attempt.status_of(Status(ended[0]["status"]), ended[0]["evidence"])
-    refused = ledger.events(folder, "refused")
-    if refused and refused[-1]["id"] == job.id:
-        return attempt.status_of(Status.STOPPED, refused[-1]["says"])
-    printed = _output(folder, job.id)
-    lines = [line.strip() for line in _tail(printed, 20) if line.strip()] if printed else []
-    evidence = (
-        f"{printed.name}: {lines[-1]}"
-        if printed and lines
-        else f"SLURM: {job.state}; the log gives no reason"
-    )
-    return attempt.status_of(
-        Status.UNFINISHED if job.state == client.FORGOTTEN else Status.CRASHED, evidence
-    )
+    is_forgotten = job.state == FORGOTTEN
+    if is_forgotten or job.state == "COMPLETED":
+        done = attempt.finished(run)
+        if done:
+            return status_of(Status.COMPLETED, done)
+    for event in reversed(run.events("ended", "refused")):
+        if event["id"] == job.id and event["event"] == "refused":
+            return status_of(Status.STOPPED, event["says"])
+        if event["id"] == job.id and is_forgotten and event["status"] in list(Status):
+            return status_of(Status(event["status"]), event["evidence"])
+    evidence = f"SLURM: {job.state}; the log gives no reason"
+    printed = output(run.folder, job.id)
+    lines = [line for line in _tail(printed, 20) if line.strip()]
+    if lines:
+        evidence = f"{printed.name}: {lines[-1].strip()}"
+    return status_of(Status.UNFINISHED if is_forgotten else Status.CRASHED, evidence)
 
 
-def _output(folder: Path, job: str) -> Path | None:
-    """The output file of the job, which its script names slurm-JOB.out; None where there is none."""
-    path = folder / f"slurm-{job}.out"
-    return path if path.is_file() else None
+def output(folder: Path, job: str) -> Path:
+    """What the job prints, by its script."""
+    return folder / f"slurm-{job}.out"
 
 
 def logs(folder: Path, lines: int = 20) -> list[str]:
@@ -422,14 +408,14 @@ def logs(folder: Path, lines: int = 20) -> list[str]:
 
     Raises ValueError where there is neither.
     """
-    log, began, refused = (
-        folder / "run.log",
-        ledger.job_ids(folder, "started"),
-        ledger.job_ids(folder, "refused"),
-    )
-    jobs = [job for job in ledger.job_ids(folder) if job not in refused and _output(folder, job)]
-    if jobs and (jobs[-1] not in began or not log.exists()):
-        log = _output(folder, jobs[-1]) or log
+    run = Run(folder)
+    log = folder / "run.log"
+    refused = run.job_ids("refused")
+    for job in reversed(run.job_ids()):
+        if job not in refused and output(folder, job).is_file():
+            if job not in run.job_ids("started") or not log.exists():
+                log = output(folder, job)
+            break
     require(log.exists(), "run folder", folder, "has no run.log yet")
     return _tail(log, lines)
 
@@ -445,44 +431,45 @@ def watch(folders: Sequence[Path], every_s: float, seconds: float) -> Iterator[s
     While SLURM does not answer, one line reports it, and the polling goes on. A run that hangs ends
     itself, with that reason.
     """
-    end, is_away = time.monotonic() + seconds, False
-    before = dict[Path, JobStatus]()
+    deadline = time.monotonic() + seconds
+    is_away = False
+    before: Mapping[Path, JobStatus] = {}
     while True:
         try:
             client.require_answer()
-            found = dict(zip(folders, job_status(folders), strict=True))
-            yield from ["SLURM answers again"] * is_away
-            is_away = False
+            now = dict(zip(folders, job_status(folders), strict=True))
         except client.SlurmError as error:  # an update or a restart of the controller takes minutes
-            yield from [f"SLURM does not answer, asked again every {every_s:g} s: {error}"] * (
-                not is_away
-            )
-            is_away, found = True, before
-        for folder, job in found.items():
-            yield from _news(job, before.get(folder))
-        before = found
-        if not is_away and not any(job.status.is_active for job in found.values()):
-            return
-        if time.monotonic() + every_s > end:
+            if not is_away:
+                yield f"SLURM does not answer, asked again every {every_s:g} s: {error}"
+            is_away = True
+        else:
+            if is_away:
+                yield "SLURM answers again"
+            is_away = False
+            for folder, job in now.items():
+                line = _news(job, before.get(folder))
+                if line:
+                    yield line
+            before = now
+            if not any(job.status.is_active for job in now.values()):
+                return
+        if time.monotonic() + every_s > deadline:
             return
         time.sleep(every_s)
 
 
-def _news(job: JobStatus, old: JobStatus | None) -> Iterator[str]:
-    """A line where something is new."""
+def _news(job: JobStatus, old: JobStatus | None) -> str:
+    """A line where something is new, else ""."""
     if old is None or (old.id, old.state, old.status) != (job.id, job.state, job.status):
-        word, where = "DIED: " * job.has_failed, job.reason or job.nodes
-        yield f"{job.run}: job {job.id} {job.state} {where}: {word}{job.status} {job.evidence}".rstrip()
-    elif job.exclude != old.exclude or (
-        job.evidence != old.evidence and (_alarms(job) or _alarms(old))
-    ):
-        yield f"{job.run}: {job.evidence}"
-    elif old.iteration != job.iteration:
-        yield f"{job.run}: iteration {job.iteration} of {job.iterations}"
-
-
-def _alarms(job: JobStatus) -> bool:
-    return job.evidence.startswith(("SLOW", "NOT FINITE", NOT_SAVED, NO_ROOM))
+        died = "DIED: " if job.has_failed else ""
+        state = f"job {job.id} {job.state} {job.reason or job.nodes}"
+        return f"{job.run}: {state}: {died}{job.status} {job.evidence}".rstrip()
+    is_alarm = job.evidence.startswith(ALARMS) or old.evidence.startswith(ALARMS)
+    if job.exclude != old.exclude or (is_alarm and job.evidence != old.evidence):
+        return f"{job.run}: {job.evidence}"
+    if old.iteration != job.iteration:
+        return f"{job.run}: iteration {job.iteration} of {job.iterations}"
+    return ""
 
 
 def hostfile(job: str, plan: Plan) -> str:
@@ -491,8 +478,7 @@ def hostfile(job: str, plan: Plan) -> str:
     """
     client.require_answer()
     state = client.states([job])[job]
-    require(
-        state.state in ("RUNNING", "COMPLETING"), "job", job, f"is {state.state}, and has no nodes"
-    )
+    runs = state.state in ("RUNNING", "COMPLETING")
+    require(runs, "job", job, f"is {state.state}, and has no nodes")
     slots = min(plan.topology.gpus, plan.cluster.gpus_per_node)
     return "".join(f"{host} slots={slots}\n" for host in client.hostnames(state.nodes))

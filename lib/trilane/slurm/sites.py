@@ -6,7 +6,6 @@ import math
 import os
 import re
 from dataclasses import dataclass, fields, replace
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ from trilane.config import cluster as hardware
 from trilane.config.options import check, option
 from trilane.utils.tables import Record
 from trilane.utils.validation import (
+    DATA,
     from_mapping,
     read_json,
     require,
@@ -23,6 +23,7 @@ from trilane.utils.validation import (
     shipped_json,
 )
 
+SHIPPED = DATA / "sites"
 # Names that end, or have a part that ends, with one of the words, but for those of files and of
 # InfiniBand's partition keys (NCCL_IB_PKEY), unless the value is read where the job runs; a proxy's
 # password. TOKENIZERS_PARALLELISM is none.
@@ -31,6 +32,22 @@ SECRET = re.compile(
     r"""(?!["']?\$|["']?$)|://[^/@\s]+:[^/@\s]+@""",
     re.IGNORECASE,
 )
+
+# bash's own, which end the script, and those of the scripts; a line of setup may extend the paths
+OWN_VARIABLES = (
+    "PATH",
+    "PYTHONPATH",
+    "PYTHONSAFEPATH",
+    "IFS",
+    "UID",
+    "EUID",
+    "PPID",
+    "SHELLOPTS",
+    "BASHOPTS",
+)
+OWN_PREFIXES = ("SLURM_", "SBATCH_", "SRUN_", "TRILANE_")
+# of ours that a site may set
+OUR_VARIABLES = ("TRILANE_VENV", "TRILANE_OUTPUTS", "TRILANE_HOME")
 
 
 def require_form(form: str, name: str, text: str) -> None:
@@ -49,14 +66,11 @@ def _require_rules(values: Any, prefix: str = "") -> None:
     that is not given.
     """
     check(values, prefix)
-    for f in fields(values):
-        value, rules = getattr(values, f.name), f.metadata
-        for text in (
-            (value if isinstance(value, tuple) else (value,) if value else ())
-            if "form" in rules
-            else ()
-        ):
-            require_form(rules["form"], prefix + f.name, text)
+    for field in fields(values):
+        value = getattr(values, field.name)
+        if "form" in field.metadata and value:
+            for text in value if isinstance(value, tuple) else [value]:
+                require_form(field.metadata["form"], prefix + field.name, text)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,62 +141,49 @@ class Site:
 
     def __post_init__(self) -> None:
         require(bool(self.name), "site.name", repr(self.name), "must be a name")
-        for name in ("name", "cluster"):
-            require_line(f"site.{name}", getattr(self, name))
+        require_line("site.name", self.name)
+        require_line("site.cluster", self.cluster)
         _require_rules(self, "site.")
         for folder in self.local:
             require_path("site.local", folder)
         if self.cluster and not self.cluster.endswith(".json"):
             require_known("site.cluster", self.cluster, hardware.catalogue())
         if self.default_qos:
-            require_known("site.default_qos", self.default_qos, [q.name for q in self.qos])
+            names = [qos.name for qos in self.qos]
+            require_known("site.default_qos", self.default_qos, names)
+        self._require_no_secrets()
         self._require_words()
-        kind, image = self.container, self.container_image
-        require(not kind or bool(image), "site.container", kind, "needs container_image")
-        for name, value in {
-            "container_image": image,
-            "container_mounts": ", ".join(self.container_mounts),
-        }.items():
-            rule = "needs container, one of pyxis, apptainer, singularity"
-            require(bool(kind) or not value, f"site.{name}", value, rule)
-        is_one = not (self.stage_env and image)
-        require(
-            is_one, "site.stage_env", self.stage_env, "contradicts container_image: it is one file"
-        )
+        image = self.container_image
+        rule = "needs container_image"
+        require(not self.container or bool(image), "site.container", self.container, rule)
+        rule = "needs container, one of pyxis, apptainer, singularity"
+        mounts = ", ".join(self.container_mounts)
+        require(bool(self.container) or not image, "site.container_image", image, rule)
+        require(bool(self.container) or not mounts, "site.container_mounts", mounts, rule)
+        rule = "contradicts container_image: it is one file"
+        require(not (self.stage_env and image), "site.stage_env", self.stage_env, rule)
+
+    def _require_no_secrets(self) -> None:
+        """ValueError for a password or key, which others could read; its value is in no message."""
+        texts = [("env", f"{name}={value}") for name, value in self.env.items()]
+        texts += [("setup", line) for line in self.setup]
+        texts += [("sbatch", f"{name}={value}") for name, value in self.sbatch.items()]
+        texts += [("srun", word) for word in self.srun]
+        rule = "looks like a secret, in files that others read: write `export NAME=...` to a file "
+        rule += "of mode 600 in $HOME, and `source` it in a line of setup"
+        for field, text in texts:
+            secret = SECRET.search(text[:4000])
+            if secret:
+                name = secret[1] or "password in an address"
+                require(False, f"site.{field}", name, rule)
 
     def _require_words(self) -> None:
         """ValueError for variables, shell lines and options that are none."""
-        texts = {
-            "env": [f"{name}={value}" for name, value in self.env.items()],
-            "setup": self.setup,
-        }
-        texts |= {
-            "sbatch": [f"{name}={value}" for name, value in self.sbatch.items()],
-            "srun": self.srun,
-        }
-        way = "looks like a secret, in files that others read: write `export NAME=...` to a file of mode 600 "
-        way += "in $HOME, and `source` it in a line of setup"
-        for field, text in [(field, text) for field, own in texts.items() for text in own]:
-            if found := SECRET.search(text[:4000]):  # its value is in no message
-                require(False, f"site.{field}", found[1] or "password in an address", way)
-        # bash's own, which end the script; a line of setup may extend the paths
-        own = (
-            "PATH",
-            "PYTHONPATH",
-            "PYTHONSAFEPATH",
-            "IFS",
-            "UID",
-            "EUID",
-            "PPID",
-            "SHELLOPTS",
-            "BASHOPTS",
-        )
         rule = "is set by the script, by bash or by SLURM; extend a path in a line of setup"
         for name, value in self.env.items():
             require_form("variable", "site.env", name)
-            is_own = name in own or name.startswith(("SLURM_", "SBATCH_", "SRUN_", "TRILANE_"))
-            is_given = name in ("TRILANE_VENV", "TRILANE_OUTPUTS", "TRILANE_HOME")
-            require(is_given or not is_own, "site.env", name, rule)
+            is_own = name in OWN_VARIABLES or name.startswith(OWN_PREFIXES)
+            require(name in OUR_VARIABLES or not is_own, "site.env", name, rule)
             require_line(f"site.env.{name}", value)
         for number, line in enumerate(self.setup, 1):
             require_line(f"site.setup, line {number}", line)
@@ -202,7 +203,9 @@ class Site:
         """The path of the container image, "" where there is none or the image comes from a
         registry.
         """
-        return self.container_image if self.container_image.startswith("/") else ""
+        if self.container_image.startswith("/"):
+            return self.container_image
+        return ""
 
     @property
     def is_local(self) -> bool:
@@ -211,33 +214,30 @@ class Site:
 
     def limits(self, qos: str) -> Qos | None:
         """The limits of that QoS ("": the default one), None where the site does not list it."""
-        return next((q for q in self.qos if q.name == (qos or self.default_qos)), None)
+        by_name = {one.name: one for one in self.qos}
+        return by_name.get(qos or self.default_qos)
 
 
 def catalogue() -> list[str]:
     """Names of the sites that are part of trilane."""
-    return sorted(
-        p.name.removesuffix(".json")
-        for p in resources.files("trilane").joinpath("data/sites").iterdir()
-    )
+    return sorted(path.stem for path in SHIPPED.glob("*.json"))
 
 
 def site(name_or_path: str) -> Site:
     """The site of that name, or of the JSON file at that path; ValueError lists the known names,
     the nearest first.
     """
-    path, own = Path(name_or_path), {"file": os.path.abspath(name_or_path)}
+    path = Path(name_or_path)
+    sources = {"file": os.path.abspath(path)}
     if path.suffix != ".json":
         require_known("site", name_or_path, catalogue())
-        path, own = (
-            Path(str(resources.files("trilane").joinpath(f"data/sites/{name_or_path}.json"))),
-            {},
-        )
-    found = from_mapping(Site, read_json(path, "site"), "site")
-    nodes = found.cluster
+        path = SHIPPED / f"{name_or_path}.json"
+        sources = {}
+    read = from_mapping(Site, read_json(path, "site"), "site")
+    nodes = read.cluster
     if nodes.endswith(".json"):  # relative to the site's own file
         nodes = str(path.parent / nodes)
-    return replace(found, cluster=nodes, sources=found.sources | own)
+    return replace(read, cluster=nodes, sources=read.sources | sources)
 
 
 def seconds_of(time_limit: str) -> float:
@@ -249,17 +249,18 @@ def seconds_of(time_limit: str) -> float:
     """
     if time_limit.upper() in ("UNLIMITED", "INFINITE"):
         return math.inf
-    found = re.fullmatch(
-        r"(?:(\d{1,9})-)?(\d{1,9})(?::(\d{1,9}))?(?::(\d{1,9}))?", time_limit, re.ASCII
-    )
+    number = r"(\d{1,9})"
+    form = rf"(?:{number}-)?{number}(?::{number})?(?::{number})?"
+    match = re.fullmatch(form, time_limit, re.ASCII)
     rule = "must be a time in a form of sbatch: 20:00:00, 1-12:00:00, 1-12, or 120 (minutes)"
-    require(found is not None, "time_limit", repr(time_limit), rule)
-    days, *given = found.groups() if found else ()
-    parts = [int(part) for part in given if part is not None]
-    if days is None and len(parts) < 3:
-        parts = [0, *parts]  # without hours
-    hours, minutes, seconds = (*parts, 0, 0)[:3]
-    return ((int(days or 0) * 24 + hours) * 60 + minutes) * 60 + seconds or math.inf
+    require(match is not None, "time_limit", repr(time_limit), rule)
+    assert match
+    parts = [int(part) for part in match.groups()[1:] if part is not None]
+    if match[1] is None and len(parts) < 3:
+        parts.insert(0, 0)  # without hours
+    parts += [0] * (3 - len(parts))
+    seconds = int(match[1] or 0) * 86400 + parts[0] * 3600 + parts[1] * 60 + parts[2]
+    return seconds or math.inf
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -308,9 +309,8 @@ class JobRequest(Record):
             require_form("word", "environment", self.environment.removeprefix("conda:"))
         elif self.environment:
             # the script runs in another folder, and bash does not expand a quoted ~
-            object.__setattr__(
-                self, "environment", os.path.abspath(os.path.expanduser(self.environment))
-            )
+            path = os.path.abspath(os.path.expanduser(self.environment))
+            object.__setattr__(self, "environment", path)
         is_long = 60 <= seconds_of(self.time_limit) < math.inf
         require(is_long, "time_limit", self.time_limit, "must be a minute or more")
         rule = f"must be less than time_limit={self.time_limit}"

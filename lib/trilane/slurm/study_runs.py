@@ -11,20 +11,20 @@ from typing import Any
 
 from trilane.config.engines import label_of
 from trilane.config.plan import Plan, plan_from_json
-from trilane.config.training import Data, Optimizer, Run
+from trilane.config.training import Data, Optimizer
+from trilane.config.training import Run as Limits
 from trilane.costmodel.predict import predict
-from trilane.launch import local
+from trilane.launch.local import train_local
 from trilane.slurm import jobs, script, sites
-from trilane.slurm.checks import REFUSAL
-from trilane.slurm.preflight import JobFinding, check_job
+from trilane.slurm.checks import REFUSAL, JobFinding
+from trilane.slurm.preflight import check_job
 from trilane.slurm.sites import JobRequest, Site
 from trilane.utils.folder_lock import FolderLock
 from trilane.utils.progress import progress
-from trilane.utils.tables import Columns, DataFrame, Html, Table, Text, grouped
-from trilane.utils.validation import read_json, require
-from trilane.workspace.checkpoints import FOLDER, latest
+from trilane.utils.tables import Columns, DataFrame, Html, Table, Text
+from trilane.utils.validation import is_number, read_json, require
 from trilane.workspace.installation import outputs_root
-from trilane.workspace.run_folder import put_aside
+from trilane.workspace.run import Run, put_aside
 from trilane.workspace.status import Status
 from trilane.workspace.study import Study
 
@@ -54,34 +54,20 @@ class StudyRuns(Table):
     request: JobRequest
     rows: tuple[StudyRun, ...]
 
-    @property
-    def folders(self) -> list[Path]:
-        """The run folders."""
-        return [run.folder for run in self.rows]
-
     def to_frame(self) -> DataFrame:
         """A row a plan: label, id, gpus, the predicted sec_per_it, hours, gpu_hours, jobs, and why
         it was chosen.
         """
+        names = ("label", "id", "gpus", "sec_per_it", "hours", "gpu_hours", "jobs", "why")
         rows = []
         for run in self.rows:
-            gpus, seconds = run.plan.topology.gpus, run.prediction["sec_per_it"]
-            hours = run.plan.run.goal * seconds / 3600
-            jobs_needed = math.ceil(hours * 3600 / self.request.time_limit_s)
-            rows.append(
-                (
-                    run.plan.label,
-                    run.plan.id,
-                    gpus,
-                    seconds,
-                    hours,
-                    hours * gpus,
-                    jobs_needed,
-                    run.reason,
-                )
-            )
-        heads = ("label", "id", "gpus", "sec_per_it", "hours", "gpu_hours", "jobs", "why")
-        return Columns.of_rows(heads, rows).to_frame()
+            plan = run.plan
+            gpus = plan.topology.gpus
+            each_s = run.prediction["sec_per_it"]
+            hours = plan.run.goal * each_s / 3600
+            count = math.ceil(hours * 3600 / self.request.time_limit_s)
+            rows.append((plan.label, plan.id, gpus, each_s, hours, hours * gpus, count, run.reason))
+        return Columns.of_rows(names, rows).to_frame()
 
     def files(self) -> Html:
         """The files of the first run folder."""
@@ -90,88 +76,88 @@ class StudyRuns(Table):
         return Html.joined("", [Html.of(template, name, text) for name, text in texts.items()])
 
     @cached_property
-    def findings(self) -> list[tuple[str, JobFinding]]:
-        """The findings of the pre-flight check with the run's name, of runs that are not completed."""
-        args = (self.site, self.request)
-        return [
-            (run.folder.name, finding)
-            for run in self.rows
-            if not run.is_completed
-            for finding in check_job(run.plan, *args, run.folder)
-        ]
+    def findings(self) -> dict[JobFinding, list[str]]:
+        """The findings of the pre-flight check, each with the names of the runs that it is about;
+        completed runs are left out.
+        """
+        names: dict[JobFinding, list[str]] = {}
+        for run in self.rows:
+            if not run.is_completed:
+                for finding in check_job(run.plan, self.site, self.request, Run(run.folder)):
+                    names.setdefault(finding, []).append(run.folder.name)
+        return names
 
     def check(self) -> Columns:
         """The findings as a table: a row for each, with the plans that it is about."""
-        checked, rows = sum(not run.is_completed for run in self.rows), []
-        for f, found in grouped(self.findings, lambda pair: pair[1]).items():
-            about = "all" if len(found) == checked > 1 else ", ".join(name for name, _ in found)
-            rows.append((about, f.level, f.rule, f.message, f.remedy))
-        heads = ("plans", "level", "rule", "finding", "remedy")
-        return (
-            Columns.of_rows(heads, rows)
-            if rows
-            else Columns({"plans": ["all"], "finding": ["nothing found"]})
-        )
+        checked = sum(not run.is_completed for run in self.rows)
+        rows = []
+        for finding, names in self.findings.items():
+            about = ", ".join(names)
+            if len(names) == checked > 1:
+                about = "all"
+            rows.append((about, finding.level, finding.rule, finding.message, finding.remedy))
+        if not rows:
+            return Columns({"plans": ["all"], "finding": ["nothing found"]})
+        return Columns.of_rows(("plans", "level", "rule", "finding", "remedy"), rows)
 
     def start(self, wanted: bool) -> Columns:
         """Train here (site `local`) or submit the runs neither completed nor active; none where one
         is refused.
         """
-        refused = not self.site.is_local and any(f.level == REFUSAL for _, f in self.findings)
-        dry_run = "not started: the check refuses a run" if refused else "not started: dry run"
-        is_go = wanted and not refused
-        rows = progress(self.rows, "runs", "run") if is_go else self.rows
-        started = [(run.folder.name, self._start(run) if is_go else dry_run) for run in rows]
-        return Columns.of_rows(("run", "job"), started)
+        levels = [finding.level for finding in self.findings]
+        rows = []
+        if not self.site.is_local and REFUSAL in levels:
+            rows = [(run.folder.name, "not started: the check refuses a run") for run in self.rows]
+        elif not wanted:
+            rows = [(run.folder.name, "not started: dry run") for run in self.rows]
+        else:
+            for run in progress(self.rows, "runs", "run"):
+                rows.append((run.folder.name, self._start(run)))
+        return Columns.of_rows(("run", "job"), rows)
 
     def _start(self, run: StudyRun) -> str:
         if run.is_completed:
             return "completed before"
+        if self.site.is_local:
+            with FolderLock([run.folder]).held(0.0):
+                resumes = Run(run.folder).newest is not None
+                put_aside(run.folder, keep=resumes)
+                return f"{train_local(run.folder, resume=resumes).status}, on this machine"
         try:
-            return (
-                _train_here(run.folder)
-                if self.site.is_local
-                else jobs.submit(run.folder, self.site, self.request)
-            )
+            return jobs.submit(run.folder, self.site, self.request)
         except jobs.ActiveJob as error:
             return f"has job {', '.join(error.args[1])} already"
 
     def status(self) -> jobs.JobTable:
         """The status of each run."""
-        return jobs.job_status(self.folders)
+        return jobs.job_status(run.folder for run in self.rows)
 
     def summary(self) -> Text:
         """How many runs are completed, and the commands for the others; RuntimeError where one has
         failed.
         """
-        found, name = self.status(), self.study.name
-        for job in (job for job in found if job.has_failed):
-            raise RuntimeError(f"{job.run} did not complete: {job.evidence}")
-        done = sum(job.status is Status.COMPLETED for job in found)
-        if done == len(found):
-            what = f"{self.rows[0].plan.run.goal} iterations" if self.rows else "nothing"
-            where = self.study.folder / "runs"
-            return Text.of(
-                "**All {} plans trained** for {}; their logs are in {:code}.", done, what, where
-            )
-        text = "**{} of {} plans have trained to the end.** {:code} shows the others, {:code} submits those that were not."
-        shows, submits = f"trilane slurm status {name}", f"trilane slurm submit {name} --site ..."
-        return Text.of(text, done, len(found), shows, submits)
-
-
-def _train_here(folder: Path) -> str:
-    """Train to the end, from the newest checkpoint where there is one; how that ended."""
-    with FolderLock([folder]).held(0.0):
-        has_checkpoint = latest(folder / FOLDER) is not None
-        put_aside(folder, keep=has_checkpoint)
-        return f"{local.train_local(folder, resume=has_checkpoint).status}, on this machine"
+        states = self.status()
+        for job in states:
+            if job.has_failed:
+                raise RuntimeError(f"{job.run} did not complete: {job.evidence}")
+        done = sum(job.status is Status.COMPLETED for job in states)
+        if done == len(states):
+            folder = self.study.folder / "runs"
+            return Text.of("**All {} plans trained**; their logs are in {:code}.", done, folder)
+        text = "**{} of {} plans have trained to the end.** {:code} shows the others, "
+        text += "{:code} submits those that were not."
+        shows = f"trilane slurm status {self.study.name}"
+        submits = f"trilane slurm submit {self.study.name} --site ..."
+        return Text.of(text, done, len(states), shows, submits)
 
 
 def script_site(site: Site) -> Site:
     """The site of the job script in a run folder: at site `local` no script is needed, but a
     generic one is written.
     """
-    return sites.site("generic") if site.is_local else site
+    if site.is_local:
+        return sites.site("generic")
+    return site
 
 
 def prepare_runs(
@@ -196,49 +182,59 @@ def prepare_runs(
     of the search, and `run` are fields of Run. The learning rate decays as a cosine to a tenth of
     `lr`. Raises ValueError for an impossible plan.
     """
-    where, plans = sites.site(site), study.plans()
-    found = study.load("plans.json", "02_topology")
-    entries = found["plans"]
-    both = (
-        i for i, p in enumerate(plans[count:], count) if p.topology.tp > 1 and p.topology.pp > 1
-    )
-    chosen = [*range(len(plans[:count])), *(list(both)[:1] if control else [])]
-    rows = []
+    where = sites.site(site)
+    searched = study.load("plans.json", "02_topology", plans=list)["plans"]
+    reasons = dict.fromkeys(range(len(searched[:count])), "fastest predicted")
+    plans = study.plans()
+    for number, plan in enumerate(plans):
+        if control and number >= count and plan.topology.tp > 1 and plan.topology.pp > 1:
+            reasons[number] = "control: TP and PP at work"
+            break
     data = Data(source=corpus, tokenizer=tokenizer, folder=str(outputs_root() / "data"))
-    for i in chosen:
-        plan = _trained(plans[i], engine or plans[i].engine, data, lr, Run(**run))
-        prediction = entries[i]["prediction"] if plan.id == plans[i].id else predict(plan).to_json()
+    rows = []
+    for number, reason in reasons.items():
+        before = plans[number]
+        plan = _trained(before, engine or before.engine, data, lr, Limits(**run))
+        prediction = searched[number]["prediction"]
+        if plan.id != before.id:
+            prediction = predict(plan).to_json()
         texts = script.files(plan, script_site(where), request, {"prediction": prediction})
         folder, is_completed = study.run_folder(plan, texts, jobs.active_jobs)
-        reason = "fastest predicted" if i < count else "control: TP and PP at work"
-        by: dict[str, Any] = {"prediction": prediction, "reason": reason}
-        rows.append(StudyRun(plan=plan, folder=folder, is_completed=is_completed, **by))
+        row = StudyRun(
+            plan=plan,
+            prediction=prediction,
+            reason=reason,
+            folder=folder,
+            is_completed=is_completed,
+        )
+        rows.append(row)
     return StudyRuns(study=study, site=where, request=request, rows=tuple(rows))
 
 
-def _trained(searched: Plan, engine: str, data: Data, lr: float, run: Run) -> Plan:
+def _trained(searched: Plan, engine: str, data: Data, lr: float, limits: Limits) -> Plan:
     """The plan of a search with data, a learning rate that decays as a cosine to a tenth, and a
     length; by `engine`.
     """
     gbs = searched.topology.gbs
-    optimizer = Optimizer(
-        lr=lr, min_lr=lr / 10, warmup_samples=10 * gbs, decay_samples=run.train_iters * gbs
-    )
+    samples = {"warmup_samples": 10 * gbs, "decay_samples": limits.train_iters * gbs}
+    optimizer = Optimizer(lr=lr, min_lr=lr / 10, **samples)
     label = searched.label
     if engine != searched.engine:
         label = label_of(searched.shape, searched.cluster, searched.topology, engine)
-    return replace(searched, label=label, engine=engine, data=data, optimizer=optimizer, run=run)
+    return replace(searched, label=label, engine=engine, data=data, optimizer=optimizer, run=limits)
 
 
 def read_plans(path: Path) -> list[dict[str, Any]]:
     """Plans, with predictions if given: of `trilane plan search --json`, of 02_topology's
     plans.json, or a list.
     """
-    values = read_json(path, "plans")
-    plans = values.get("plans") if isinstance(values, dict) else values
-    ok = isinstance(plans, list) and bool(plans) and all(isinstance(plan, dict) for plan in plans)
-    require(ok, "plans", path, "must be a list of plans, or hold one as `plans`")
-    return list(plans or [])
+    plans = read_json(path, "plans")
+    if isinstance(plans, dict):
+        plans = plans.get("plans")
+    is_list = isinstance(plans, list) and bool(plans)
+    are_plans = is_list and all(isinstance(plan, dict) for plan in plans)
+    require(are_plans, "plans", path, "must be a list of plans, or hold one as `plans`")
+    return list(plans)
 
 
 def create_sweep(
@@ -247,17 +243,18 @@ def create_sweep(
     """Write the run folder runs/LABEL of each plan; the folders. ValueError, and nothing is
     written, where one exists or two plans have the same label.
     """
-    made = dict[Path, tuple[Any, ...]]()
+    texts: dict[Path, dict[str, str]] = {}
     for values in plans:
         plan = plan_from_json(dict(values))
         path = folder / "runs" / plan.label
-        require(path not in made, "label", plan.label, "must be unique in a sweep")
+        require(path not in texts, "label", plan.label, "must be unique in a sweep")
         require(not path.exists(), "run folder", path, "exists; take a new one")
-        found = values.get("prediction") or predict(plan, script.nodes_of(plan, site)).to_json()
-        ok = isinstance(found, Mapping) and isinstance(found.get("memory_bytes"), int | float)
-        require(ok, "prediction", found, "must be a JSON object with memory_bytes, a number")
-        script.render("train", plan, site, request)
-        made[path] = (path, plan, site, request, {"prediction": found})
-    for run in made.values():
-        script.write(*run)
-    return list(made)
+        prediction = values.get("prediction")
+        if not prediction:
+            prediction = predict(plan, script.nodes_of(plan, site)).to_json()
+        has_bytes = isinstance(prediction, Mapping) and is_number(prediction.get("memory_bytes"))
+        require(has_bytes, "prediction", prediction, "must be an object with memory_bytes")
+        texts[path] = script.files(plan, site, request, {"prediction": prediction})
+    for path, by_name in texts.items():
+        script.write(path, by_name)
+    return list(texts)

@@ -73,6 +73,7 @@ def append_line(path: Path, line: str) -> None:
         if end and os.pread(file.fileno(), 1, end - 1) != b"\n":
             data = b"\n" + data
         if file.write(data) != len(data):
+            file.truncate(end)
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
         os.fsync(file.fileno())
 

@@ -28,7 +28,7 @@ from trilane.utils.validation import (
     with_nearest,
 )
 from trilane.workspace.installation import outputs_root, stamp
-from trilane.workspace.run_folder import is_completed, is_started, write_text
+from trilane.workspace.run import Run, is_started, write_text
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -238,8 +238,9 @@ class Study(Record):
         folder, number = self.folder / "runs" / plan.label, 2
         while folder.exists():
             if _holds(folder / "plan.json", plan.to_json(), "calibration", *DERIVED):
-                if is_completed(folder) or going(folder):
-                    return folder, is_completed(folder)
+                run = Run(folder)
+                if run.is_completed or going(folder):
+                    return folder, run.is_completed
                 if not is_started(folder):
                     break
             folder, number = folder.with_name(f"{plan.label}-{number}"), number + 1

@@ -1,0 +1,75 @@
+"""Ledger: jobs.jsonl of a run folder, a line for each event of its jobs (submitted, started, ended,
+...).
+"""
+
+import json
+import time
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from trilane.utils.files import append_line, json_object, read_text
+from trilane.utils.validation import require
+
+NAME = "jobs.jsonl"
+Event = dict[str, Any]
+# the fields that readers need of an event, beside its own name and the job's id
+FIELDS: dict[str, dict[str, type]] = {
+    "started": {"time": str, "nodes": str, "iteration": int},
+    "ended": {"status": str, "evidence": str},
+    "refused": {"says": str},
+    "node failure": {"nodes": list},
+    "unreachable": {"nodes": list},
+    "nodes": {"chosen": list, "left_out": dict},
+    "replaced": {"nodes": list, "iteration": int},
+}
+
+
+def note(folder: Path, event: str, job: str, **facts: Any) -> Event:
+    """Append one event ("submitted", "started", "ended", "cancelled", ...) of a job; the event."""
+    now = datetime.now(UTC).isoformat(timespec="seconds")
+    values = {"event": event, "id": job, "time": now, **facts}
+    append_line(folder / NAME, json.dumps(values))
+    return values
+
+
+def events(folder: Path, *kinds: str) -> list[Event]:
+    """The events of the folder in order, those of `kinds` where given.
+
+    ValueError for a line that is no event: whoever mends the file must know which jobs there are.
+    """
+    found = []
+    for number, line in enumerate(read_text(folder / NAME).split("\n"), 1):
+        if not line.strip():
+            continue
+        event = json_object(line) or {}
+        rule = (
+            f"line {number} is damaged; look for the run's jobs with squeue, then mend or remove it"
+        )
+        require(_is_event(event), "ledger", folder / NAME, rule)
+        if not kinds or event["event"] in kinds:
+            found.append(event)
+    return found
+
+
+def _is_event(values: Event) -> bool:
+    wanted = {"event": str, "id": str, **FIELDS.get(str(values.get("event")), {})}
+    for name, kind in wanted.items():
+        value = values.get(name)
+        if not isinstance(value, kind):
+            return False
+        if isinstance(value, list) and not all(isinstance(word, str) for word in value):
+            return False
+    return True
+
+
+def age_s(event: Mapping[str, Any]) -> float:
+    """Seconds since the event, by this host's clock; 0 where another's is ahead, infinite where its
+    time is damaged.
+    """
+    try:
+        then = datetime.fromisoformat(str(event.get("time"))).timestamp()
+    except (ValueError, OverflowError):
+        return float("inf")
+    return max(0.0, time.time() - then)
