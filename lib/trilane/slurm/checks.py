@@ -21,15 +21,13 @@ from trilane.slurm.script import directives, nodes_of
 from trilane.slurm.sites import JobRequest, Site, seconds_of
 from trilane.workspace.checkpoints import checkpoint_bytes, checkpoint_files, found_in
 from trilane.workspace.continuation import require_continuable
-from trilane.workspace.prepared_corpora import BUILT_IN, tokens_about, unprepared
+from trilane.workspace.prepared_corpora import BUILT_IN, unprepared
 from trilane.workspace.run import Run, is_started
 from trilane.workspace.storage import available
 
 REFUSAL, WARNING = "refusal", "warning"
 # where many GPUs would wait for what a laptop could have found
 MANY_GPUS = 32
-# up to 4 epochs are nearly as good as new data (Muennighoff et al. 2023, arXiv:2305.16264)
-EPOCHS = 4
 # of so few iterations a run is a benchmark, if it has less than a token a parameter, too
 BENCHMARK_ITERS = 1000
 # what is predicted may take so much longer
@@ -414,13 +412,3 @@ def purpose(job: JobCheck) -> Findings:
         iterations = plan.run.ramp.iterations(samples, plan.topology.gbs)
         remedy = f"a training of {TOKENS_PER_PARAMETER:g} tokens a parameter (Chinchilla) takes "
         yield warning("tokens", message, f"{remedy}train_iters={iterations:,}")
-    if is_benchmark:
-        return
-    weights = [part.weight for part in plan.data.blend] or [1.0]
-    for part, weight in zip(plan.data.parts, weights, strict=True):
-        has = tokens_about(part, job.folder, plan.shape.vocab_size) * plan.data.shares[0]
-        epochs = tokens * weight / sum(weights) / max(has, 1)
-        if has and epochs > EPOCHS:
-            message = f"data.source={part.source} has about {has:.2g} tokens to train on: "
-            remedy = "more text: repetition teaches less and less"
-            yield warning("epochs", f"{message}{epochs:,.0f} epochs", remedy)

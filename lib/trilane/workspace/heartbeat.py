@@ -31,10 +31,18 @@ from trilane.workspace.pace import LATE, Pace, decode
 # the node's memory; a system without this folder is one machine
 BASE = Path("/dev/shm" if os.path.isdir("/dev/shm") else tempfile.gettempdir())
 RECORD = 256  # bytes of a record: one padded line
-END, SAVE = (
-    "end",
-    "save-checkpoint",
-)  # the phases of a rank that has finished, and of one that saves
+MOST = 1 << 40  # ranks or iterations; more is a damaged number
+# what names a start of a run
+START = (
+    "SLURM_JOB_ID",
+    "SLURM_RESTART_COUNT",
+    "SLURM_STEP_ID",
+    "TORCHELASTIC_RUN_ID",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+)
+END = "end"  # the phase of a rank that has finished
+SAVE = "save-checkpoint"
 # Seconds in which a rank may always stand still: a client of Lustre waits 100 s for a server (its
 # manual, obd_timeout) before it connects again, and a restart costs more than the wait.
 LEAST_S = 180.0
@@ -63,12 +71,10 @@ class Heartbeat:
 
     def __post_init__(self) -> None:
         # a signal to process -1, 0 or 1 would reach others
-        numbers = (
-            min(self.rank, self.step, self.pid - 2) >= 0 and max(self.rank, self.step) < 1 << 40
-        )
-        times = math.isfinite(self.time) and 0 <= self.idle_s < math.inf
-        texts = max(len(self.phase), len(self.host)) < 256
-        require(numbers and times and texts, "heartbeat", f"of rank {self.rank}", "is damaged")
+        ok = 0 <= self.rank < MOST and 0 <= self.step < MOST and self.pid > 1
+        ok = ok and math.isfinite(self.time) and 0 <= self.idle_s < math.inf
+        ok = ok and max(len(self.phase), len(self.host)) < RECORD
+        require(ok, "heartbeat", f"of rank {self.rank}", "is damaged")
 
     def __str__(self) -> str:
         return f"rank {self.rank} in iteration {self.step}, {self.phase or 'between phases'}"
@@ -76,9 +82,8 @@ class Heartbeat:
 
 def encode(step: int, phase: str, now: float, process: bytes) -> bytes:
     """The record of a heartbeat; `process` as place() gives it, and behind it the pace."""
-    return (b"%d %s %.3f " % (step, phase.encode() or b"-", now) + process)[: RECORD - 1].ljust(
-        RECORD - 1
-    ) + b"\n"
+    text = f"{step} {phase or '-'} {now:.3f} ".encode() + process
+    return text[: RECORD - 1].ljust(RECORD - 1) + b"\n"
 
 
 def place() -> bytes:
@@ -91,13 +96,12 @@ def create_record(folder: Path, env: Mapping[str, str], rank: int) -> mmap.mmap:
 
     HostError where the node's memory is full, or another user has a file of this name.
     """
-    path = BASE / f"{_prefix(folder)}{_own(env)}.{rank}"
+    path = BASE / f"{_prefix(folder)}{_start_on_node(env)}.{rank}"
     try:
         return _mapped(path)
     except OSError as error:
-        raise HostError(
-            f"heartbeat={path}: {error.strerror}; with run.hang_timeout_s=0 none is written"
-        ) from None
+        rule = f"{error.strerror}; with run.hang_timeout_s=0 none is written"
+        raise HostError(f"heartbeat={path}: {rule}") from None
 
 
 def _mapped(path: Path) -> mmap.mmap:
@@ -122,23 +126,34 @@ def own_beats(folder: Path, env: Mapping[str, str] | None = None) -> dict[int, H
     """The last heartbeat of each rank on this machine: of the start of the run in `env`, else of
     starts of which a rank still runs.
     """
-    paths = list(_records(_prefix(folder) + (_own(env) if env is not None else "*")))
+    start = "*" if env is None else _start_on_node(env)
+    paths = list(_records(_prefix(folder) + start))
     starts = {path.stem for path in paths if env is not None or _is_held(path)}
-    found = {}
-    for path in sorted(path for path in paths if path.stem in starts):
-        with contextlib.suppress(OSError, ValueError):
-            step, phase, now, pid, host, *pace = path.read_bytes()[:RECORD].decode().split()
-            rank, phase = int(path.suffix[1:]), "" if phase == "-" else phase
-            beat = Heartbeat(
-                rank=rank, step=int(step), phase=phase, time=float(now), pid=int(pid), host=host
-            )
-            found[rank] = replace(beat, pace=decode(pace))
-    return found
+    beats = {}
+    for path in sorted(paths):
+        if path.stem in starts:
+            with contextlib.suppress(OSError, ValueError):
+                beat = _read_record(path)
+                beats[beat.rank] = beat
+    return beats
+
+
+def _read_record(path: Path) -> Heartbeat:
+    step, phase, now, pid, host, *pace = path.read_bytes()[:RECORD].decode().split()
+    return Heartbeat(
+        rank=int(path.suffix[1:]),
+        step=int(step),
+        phase="" if phase == "-" else phase,
+        time=float(now),
+        pid=int(pid),
+        host=host,
+        pace=decode(pace),
+    )
 
 
 def remove_records(folder: Path, env: Mapping[str, str]) -> None:
     """Remove the records on this machine of this start of the run."""
-    for path in _records(_prefix(folder) + _own(env)):
+    for path in _records(_prefix(folder) + _start_on_node(env)):
         path.unlink(missing_ok=True)
 
 
@@ -164,12 +179,7 @@ def _is_held(path: Path) -> bool:
 
 def start_id(env: Mapping[str, str]) -> str:
     """What names this start of a run: the same on all its nodes, and of no other start."""
-    slurm, torchrun = (
-        ("JOB_ID", "RESTART_COUNT", "STEP_ID"),
-        ("TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT"),
-    )
-    names = (*(f"SLURM_{name}" for name in slurm), *torchrun)
-    return env.get("TRILANE_START") or _hash(*(env.get(name, "") for name in names))
+    return env.get("TRILANE_START") or _hash(*(env.get(name, "") for name in START))
 
 
 @functools.cache  # to resolve the path asks the shared file system each time
@@ -177,10 +187,11 @@ def _prefix(folder: Path) -> str:
     return f"trilane-{os.geteuid()}-{_hash(str(folder.resolve()))}-"
 
 
-def _own(env: Mapping[str, str]) -> str:
+def _start_on_node(env: Mapping[str, str]) -> str:
     # a launcher that names the start has one node, and does not know what torchrun calls it
-    names = () if "TRILANE_START" in env else ("SLURM_NODEID", "GROUP_RANK")
-    return _hash(start_id(env), *(env.get(name, "") for name in names))
+    if "TRILANE_START" in env:
+        return _hash(start_id(env))
+    return _hash(start_id(env), env.get("SLURM_NODEID", ""), env.get("GROUP_RANK", ""))
 
 
 def _hash(*parts: str) -> str:
@@ -194,15 +205,11 @@ def process_state(pid: int) -> str:
     if not Path("/proc/self").exists():
         return ""
     try:
-        # The name in parentheses may itself hold parentheses.
-        return (
-            Path(f"/proc/{pid}/stat")
-            .read_text(encoding="utf-8", errors="replace")
-            .rpartition(")")[2]
-            .split()[0]
-        )
+        stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     except OSError:
         return "gone"
+    # the name in parentheses may itself hold parentheses
+    return stat.rpartition(")")[2].split()[0]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -229,11 +236,11 @@ class NodeReport:
 
 def read_reports(folder: Path) -> list[NodeReport]:
     """The last report of each node of a run folder, by first rank; damaged ones are left out."""
-    found = []
+    reports = []
     for path in (folder / "ranks/nodes").glob("[0-9]*.json"):
         with contextlib.suppress(ValueError, OSError):
-            found.append(from_mapping(NodeReport, json_object(read_text(path)), "report"))
-    return sorted(found, key=lambda report: report.first)
+            reports.append(from_mapping(NodeReport, json_object(read_text(path)), "report"))
+    return sorted(reports, key=lambda report: report.first)
 
 
 def read_beats(folder: Path) -> dict[int, Heartbeat]:
@@ -254,7 +261,9 @@ class Stall:
     """
 
     def __init__(self, folder: Path, env: Mapping[str, str], timeout_s: float) -> None:
-        self._folder, self._env, self._timeout_s = folder, env, timeout_s
+        self._folder = folder
+        self._env = env
+        self._timeout_s = timeout_s
         self._begin = time.monotonic()
         self._changed: dict[int, tuple[Heartbeat, float]] = {}
         self.own: dict[int, Heartbeat] = {}
@@ -265,23 +274,22 @@ class Stall:
         for rank, beat in own_beats(self._folder, self._env).items():
             if rank not in self._changed or self._changed[rank][0] != beat:
                 self._changed[rank] = (beat, now)
-        self.own = {
-            rank: replace(beat, idle_s=now - since, has_exited=_has_exited(beat))
-            for rank, (beat, since) in self._changed.items()
-        }
+        self.own = {}
+        for rank, (beat, changed) in self._changed.items():
+            self.own[rank] = replace(beat, idle_s=now - changed, has_exited=_has_exited(beat))
 
     def is_stalled(self, more_s: float = 0.0) -> bool:
         """Whether a rank of this node stood still for too long when last looked at, and `more_s`
         more.
         """
-        if self.own and all(beat.has_exited for beat in self.own.values()):
+        beats = self.own.values()
+        if not beats:
+            return self._is_late_to_begin()
+        if all(beat.has_exited for beat in beats):
             return False  # whoever started them is about to report it
         # one that has ended may be silent
-        late = (
-            beat.phase != END and beat.idle_s > self._patience_s(beat) + more_s
-            for beat in self.own.values()
-        )
-        return any(late) or (not self.own and self._is_late_to_begin())
+        running = [beat for beat in beats if beat.phase != END]
+        return any(beat.idle_s > self._patience_s(beat) + more_s for beat in running)
 
     def cause(
         self, ranks: int, others: Iterable[NodeReport] = (), answered: Iterable[str] = ()
@@ -289,27 +297,27 @@ class Stall:
         """Why the run of so many `ranks` counts as stalled: the rank that stands still. `others`
         are the reports of the other nodes, `answered` the hosts of those that were written now.
         """
-        beats = [(beat, "") for beat in self.own.values()]
+        beats = list(self.own.values())
+        silent = set[int]()
         for report in others:
-            silence = f" on {report.host}, which does not answer" * (report.host not in answered)
-            beats += [(beat, silence) for beat in report.ranks]
+            beats += report.ranks
+            if report.host not in answered:
+                silent.update(beat.rank for beat in report.ranks)
+        patience_s = min(map(self._patience_s, self.own.values()), default=self._timeout_s)
+        head = f"no progress for {min(patience_s, self._timeout_s):.0f} s"
+        absent = set(range(ranks)) - {beat.rank for beat in beats}
+        if absent and self._is_late_to_begin() and all(beat.step < 2 for beat in beats):
+            return f"{head}: rank {min(absent)} before its first heartbeat"
         # one that is gone, else the one in the earliest iteration, as no rank waits there for one
         # in a later
-        found = [
-            (
-                not (b.has_exited or silence),
-                b.step,
-                -b.idle_s,
-                f"{b}{silence or ', which has exited' * b.has_exited}",
-            )
-            for b, silence in beats
-            if b.phase != END
-        ]
-        absent = sorted({*range(ranks)} - {beat.rank for beat, _ in beats})
-        if absent and self._is_late_to_begin() and all(beat.step < 2 for beat, _ in beats):
-            found.append((False, -1, 0.0, f"rank {absent[0]} before its first heartbeat"))
-        patience_s = min(map(self._patience_s, self.own.values()), default=self._timeout_s)
-        return f"no progress for {min(patience_s, self._timeout_s):.0f} s: {min(found)[-1]}"
+        running = [beat for beat in beats if beat.phase != END]
+        beat = min(
+            running,
+            key=lambda b: (not (b.has_exited or b.rank in silent), b.step, -b.idle_s, b.rank),
+        )
+        if beat.rank in silent:
+            return f"{head}: {beat} on {beat.host}, which does not answer"
+        return f"{head}: {beat}, which has exited" if beat.has_exited else f"{head}: {beat}"
 
     def _is_late_to_begin(self) -> bool:
         return time.monotonic() - self._begin > self._first_s
@@ -330,13 +338,12 @@ class Stall:
         # a save lasts as long as the disk takes
         if not beat.pace.usual_s or beat.phase == SAVE:
             return self._timeout_s
-        return min(self._timeout_s, max(LEAST_S, LATE * max(beat.pace.usual_s, beat.pace.now_s)))
+        slowest_s = max(beat.pace.usual_s, beat.pace.now_s)
+        return min(self._timeout_s, max(LEAST_S, LATE * slowest_s))
 
 
 def _has_exited(beat: Heartbeat) -> bool:
     """Whether a rank's process has ended before the rank did."""
-    return (
-        beat.phase != END
-        and beat.host == platform.node()
-        and process_state(beat.pid) in ("gone", "Z", "X")
-    )
+    if beat.phase == END or beat.host != platform.node():
+        return False
+    return process_state(beat.pid) in ("gone", "Z", "X")

@@ -11,15 +11,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, median
-from typing import Any
 
 from trilane.utils.files import append_line, json_lines, read_text
 from trilane.utils.tables import one_line
 from trilane.utils.validation import require
 
-# The phases of a rank's own work, and how many iterations in a row must be late before a run counts
-# as slow.
-OWN, LATE = ("batch-generator", "forward-compute", "backward-compute", "optimizer"), 10
+# the phases of a rank's own work
+OWN = ("batch-generator", "forward-compute", "backward-compute", "optimizer")
+LATE = 10  # how many iterations in a row must be late before a run counts as slow
+LUCK = 2  # iterations in time among late ones: what holds a rank up may miss some
+MOST = 1e9  # seconds, or iterations; more is a damaged number
 # the content of the file `save` that also ends a run; what such a run is stopped by
 RESTART = "a slow node"
 
@@ -39,13 +40,14 @@ class Pace:
 
     def __post_init__(self) -> None:
         numbers = (self.late, self.samples, self.usual_s, self.now_s, *map(abs, self.excess_s))
-        sound = len(self.excess_s) == len(OWN) and all(0 <= n < 1e9 for n in numbers)
-        require(sound, "pace", numbers, "is damaged")
+        ok = len(self.excess_s) == len(OWN) and all(0 <= number < MOST for number in numbers)
+        require(ok, "pace", numbers, "is damaged")
 
     def encode(self) -> bytes:
         """Its part of a heartbeat's record."""
-        numbers = " ".join(f"{n:.4g}" for n in (self.usual_s, self.now_s, *self.excess_s))
-        return f"{self.late} {self.samples} {numbers}".encode()
+        seconds = (self.usual_s, self.now_s, *self.excess_s)
+        words = [str(self.late), str(self.samples), *(f"{number:.4g}" for number in seconds)]
+        return " ".join(words).encode()
 
 
 def decode(words: list[str]) -> Pace:
@@ -68,45 +70,50 @@ class PaceMeter:
     """
 
     def __init__(self) -> None:
-        self._usual = deque[tuple[float, ...]](maxlen=100)  # late iterations do not become usual
-        self._late, self._count, self._in_time = deque[tuple[float, ...]](maxlen=LATE), 0, 0
+        # seconds a sample of an iteration and of each phase of OWN; late ones do not become usual
+        self._usual = deque[tuple[float, ...]](maxlen=100)
+        self._late = deque[tuple[float, ...]](maxlen=LATE)
+        self._late_count = 0
+        self._in_time = 0  # iterations in a row
 
     def add(self, samples: int, seconds: float, phases: Mapping[str, float]) -> Pace:
         """Add an iteration with this rank's seconds by phase; the pace with it."""
-        times = tuple(s / samples for s in (seconds, *(phases.get(name, 0.0) for name in OWN)))
-        usual = (
-            tuple(map(median, zip(*self._usual, strict=True))) if len(self._usual) >= LATE else ()
-        )
-        if usual and times[0] > self._limit(usual[0]):
-            self._late.append(times)
-            self._count, self._in_time = self._count + 1, 0
-        else:
-            self._in_time += 1
-            self._usual.append(times)
-        if self._in_time > 2:  # fewer are luck: what holds a rank up may miss an iteration
-            self._late.clear()
-            self._count = 0
-        if not usual:
+        times = [seconds, *(phases.get(name, 0.0) for name in OWN)]
+        row = tuple(time / samples for time in times)
+        if len(self._usual) < LATE:
+            self._usual.append(row)
             return Pace(samples=samples)
-        now = tuple(map(fmean, zip(*self._late, strict=True))) if self._late else usual
-        excess = tuple(
-            samples * (after - before) for after, before in zip(now[1:], usual[1:], strict=True)
-        )
-        usual_s, now_s = samples * usual[0], samples * now[0]
+        usual = [samples * median(column) for column in zip(*self._usual, strict=True)]
+        if row[0] > self._limit():
+            self._late.append(row)
+            self._late_count += 1
+            self._in_time = 0
+        else:
+            self._usual.append(row)
+            self._in_time += 1
+        if self._in_time > LUCK:
+            self._late.clear()
+            self._late_count = 0
+        now = usual
+        if self._late:
+            now = [samples * fmean(column) for column in zip(*self._late, strict=True)]
+        excess = [after - before for before, after in zip(usual, now, strict=True)]
         return Pace(
-            late=min(self._count, 1 << 29),
+            late=self._late_count,
             samples=samples,
-            usual_s=usual_s,
-            now_s=now_s,
-            excess_s=excess,
+            usual_s=usual[0],
+            now_s=now[0],
+            excess_s=tuple(excess[1:]),
         )
 
-    def _limit(self, middle: float) -> float:
-        """What an iteration may take: five robust standard deviations more than the median; at
-        least a tenth: less costs in an hour only the minutes of a restart.
+    def _limit(self) -> float:
+        """What an iteration may take, s a sample: five robust standard deviations more than the
+        median; at least a tenth: less costs in an hour only the minutes of a restart.
         """
-        spread = 1.4826 * median(abs(times[0] - middle) for times in self._usual)
-        return middle + max(5.0 * spread, 0.1 * middle)
+        seconds = [row[0] for row in self._usual]
+        middle = median(seconds)
+        deviation = 1.4826 * median(abs(time - middle) for time in seconds)
+        return middle + max(5.0 * deviation, 0.1 * middle)
 
 
 def note(folder: Path, iteration: int, text: str, nodes: tuple[str, ...] = ()) -> None:
@@ -121,14 +128,9 @@ def slowness(folder: Path) -> tuple[str, tuple[str, ...]]:
     """What makes the run slow now, in one line, and the nodes at fault; "" where it is as fast as
     usual.
     """
-    events = [e for e in json_lines(read_text(folder / "ranks/pace.jsonl")) if _is_event(e)]
-    return (one_line(events[-1]["text"]), tuple(events[-1]["nodes"])) if events else ("", ())
-
-
-def _is_event(values: Mapping[str, Any]) -> bool:
-    nodes = values.get("nodes")
-    return (
-        isinstance(values.get("text"), str)
-        and isinstance(nodes, list)
-        and all(isinstance(n, str) for n in nodes)
-    )
+    events = json_lines(read_text(folder / "ranks/pace.jsonl"))
+    if not events:
+        return "", ()
+    nodes = events[-1].get("nodes")
+    names = map(str, nodes) if isinstance(nodes, list) else ()
+    return one_line(str(events[-1].get("text", ""))), tuple(names)
