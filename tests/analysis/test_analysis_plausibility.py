@@ -46,4 +46,4 @@ def test_a_run_whose_numbers_contradict_each_other_teaches_the_planner_nothing()
     alone, found = recalibrate([good], V100), recalibrate([good, bad], V100)
     assert len(alone.rows) == 1 and not alone.left_out
     assert found.rows == alone.rows and "TFLOP/s printed" in found.left_out[0].reason
-    assert "not used: a.log" in found._repr_html_() and not recalibrate([bad], V100)
+    assert "a.log" in found._repr_html_() and not recalibrate([bad], V100)

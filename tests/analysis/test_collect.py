@@ -6,7 +6,6 @@ import json
 import re
 from dataclasses import replace
 
-import pandas as pd
 import pytest
 from support import small_plan
 from test_log_dialects import m2021, m2022
@@ -167,10 +166,5 @@ def test_a_ramp_is_measured_at_its_full_batch_and_everywhere_alike(folder, capsy
     assert shown.runs[0].to_json() == m.to_json()
     cells = shown.to_frame().iloc[0]
     assert (cells["gbs"], cells["sec_per_it"], cells["status"]) == (4, m.sec_per_it, "completed")
-    assert all(
-        pd.api.types.is_numeric_dtype(shown.to_frame()[n])
-        for n in ("parameters", "mfu", "spread", "tflops")
-    )
-
     assert compare([m], measure_path(folder)).change == 0
     assert case_of(m).topology.gbs == 4

@@ -40,7 +40,7 @@ def test_false_alarms_stay_below_the_stated_five_percent(m, n):
 
 
 def test_a_difference_of_twice_the_spread_is_found_with_five_runs_a_side_and_hardly_with_two():
-    """Welch's test of 3 % at a deviation of 1.5 %: a power of 0.8 takes six runs a side."""
+    """Student's test of 3 % at a deviation of 1.5 %: a power of 0.8 takes six runs a side."""
     assert 0.65 <= claims(0.015, -0.03, 5, 5) <= 0.95
     assert claims(0.015, -0.03, 2, 2) < 0.5
 

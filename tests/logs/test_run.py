@@ -95,7 +95,7 @@ def test_a_run_becomes_one_row_of_the_table(tmp_path):
     assert m.flops_per_s_per_gpu == pytest.approx(plan.shape.flops_per_iteration(4) / 0.2075 / 2)
     assert m.memory_bytes == 512 * 2**20
     row = MeasuredRuns(runs=[m]).to_frame().iloc[0]
-    assert (row["gpus"], row["dp"], row["loss"], row["outcome"]) == (2, 2, 5.0, "completed")
+    assert (row["gpus"], row["dp"], row["loss"], row["status"]) == (2, 2, 5.0, "completed")
 
 
 def test_a_resumed_run_has_each_evaluation_once(tmp_path):

@@ -130,8 +130,7 @@ def test_notebooks_run_in_jupyterlab_and_so_does_each_of_their_controls(
     """One after another in a study, as Run > Run All Cells does: no error, nothing asked of anybody
     else.
 
-    Those with controls (09 and 10 have those of 04); every notebook runs without a browser in
-    another test.
+    One with controls and one without; every notebook runs without a browser in another test.
     """
     page.goto(f"{lab}/lab?token=test&reset")
     page.wait_for_selector("#jp-main-dock-panel", timeout=60_000)
@@ -148,5 +147,5 @@ def test_notebooks_run_in_jupyterlab_and_so_does_each_of_their_controls(
         wait_until(done, 400, f"{name} did not run to its end")
         used[name] = use_every_control(page)
         wait_until(done, 60, f"{name} after its controls were used")
-    assert used["02_topology"] >= 10 and used["04_analyze"] >= 2
+    assert used["02_topology"] >= 10
     assert not page.errors and not page.elsewhere

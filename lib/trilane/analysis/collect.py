@@ -53,7 +53,7 @@ class MeasuredRuns(Table):
     """
 
     shown = "run gpus parameters tp pp dp mbs gbs sec_per_it tflops MFU,% tokens_per_s memory_gib"
-    shown += " lost,% loss outcome"
+    shown += " lost,% loss notes"
     runs: tuple[Measurement, ...]
     unread: tuple[str, ...] = ()
 
@@ -180,10 +180,10 @@ def measure_runs(
     card = machine.gpu if machine and machine.gpu.kind == "cuda" else None
     runs, unread = measure_all(files(logs), warm_up, card)
     require(bool(runs), "logs", logs, f"no log among them: {[*unread, 'no such file'][0]}")
-    names = Counter(run.name for run in runs if run.plan)
-    for number, run in enumerate(runs, 1):
-        if not run.plan or names[run.name] > 1:
-            runs[number - 1] = replace(run, name=f"{number} {_label(run)}")
+    names = Counter(run.name for run in runs)
+    for number, run in enumerate(runs):
+        if names[run.name] > 1:
+            runs[number] = replace(run, name=f"{number + 1} {run.name}")
     return MeasuredRuns(runs=tuple(runs), unread=tuple(unread))
 
 
@@ -202,15 +202,6 @@ def accuracy(recalibration: Recalibration) -> Text:
         return Text.of("{}; by constants fitted to the other runs, by **{}**.", text, after)
     kept = "constants fitted to these predict no better, so those from before are kept"
     return Text.of("{}; {}.", text, kept)
-
-
-def _label(run: Measurement) -> str:
-    # file names are long, and a file may hold several runs
-    config = run.config
-    if not config.gpus:
-        return run.log.dialect
-    label = f"tp{config.tp}-pp{config.pp}-dp{config.dp}"
-    return f"{label}-mbs{config.mbs}" if config.mbs else label
 
 
 def measure_path(

@@ -16,7 +16,6 @@ from trilane.workspace.study import Study
 
 PREDICTED = ("sec_per_it", "sec_lo", "sec_hi", "memory_bytes", "oom_probability")
 DATED = ("plan", "tokens", "days", "gpu_hours", "finish", "p_miss_deadline", "p_overrun_allocation")
-TRAINING = ("engine", "data", "optimizer", "dropout", "run")
 MEASURED = ("sec_per_it", "tflops", "tokens_per_s", "memory_gib", "loss", "status")
 FILES = {
     "plans.json": "02_topology",
@@ -122,10 +121,6 @@ def _facts(study: Study, runs: MeasuredRuns, missing: list[str]) -> dict[tuple[s
             continue  # they are not recorded
         parameters.pop("study", None)
         parts[f"parameters of {path.stem}"] = parameters
-    for run in runs.runs[:1]:
-        if run.plan:
-            plan = run.plan.to_json()
-            parts["training"] = {name: plan[name] for name in TRAINING}
     for file, notebook in FILES.items():
         try:
             values = study.load(file, notebook)

@@ -5,7 +5,6 @@ import math
 import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +42,6 @@ PARSED = {
     "Node": "hosts",
     "Exclude": "exclude",
 }
-LATEST = 4e9  # seconds since 1970: a later time stamp is damaged
 PROBLEMS = 4  # problems of a run that `logs parse` prints
 
 
@@ -99,27 +97,13 @@ def _row(run: Measurement) -> dict[str, Any]:
         "last_iteration": math.nan if last is None else last,
         "skipped": run.skipped,
         "nan_iterations": run.nan_iterations,
-        "date": _date(run),
         "dialect": log.dialect,
         "problems": [str(problem) for problem in log.problems],
         "cause": "; ".join(causes),
         "hosts": list(log.hosts),
         "exclude": log.exclude,
         "left_out": run.window.sentence.removeprefix("left out: "),
-        "outcome": ", ".join(filter(None, (run.status, run.note))),
     }
-
-
-def _date(run: Measurement) -> str:
-    """That of the last iteration's line, else of a run folder's log: of a copied file it is that of
-    the copy.
-    """
-    seconds, log = run.log.printed_at, run.log.source
-    if math.isnan(seconds) and run.plan and log.exists():
-        seconds = log.stat().st_mtime
-    if not 0 < seconds < LATEST:
-        return ""
-    return f"{datetime.fromtimestamp(seconds, UTC):%Y-%m-%d %H:%M}"
 
 
 def frame(rows: Sequence[Row]) -> DataFrame:

@@ -1,21 +1,11 @@
-"""The editor of one plan: each field can be changed; its prediction and figures, or the rule
-against it, follow.
+"""The editor of one plan: each field can be changed; its prediction, or the rule against it,
+follows.
 """
 
 from pathlib import Path
 from typing import Any
 
-from ipywidgets import (
-    HTML,
-    BoundedIntText,
-    Button,
-    Checkbox,
-    Dropdown,
-    GridBox,
-    Image,
-    SelectionSlider,
-    VBox,
-)
+from ipywidgets import HTML, BoundedIntText, Button, Checkbox, Dropdown, GridBox, VBox
 
 from trilane.config.engines import ENGINES
 from trilane.config.parallelism import CHOICES, LARGEST
@@ -24,8 +14,6 @@ from trilane.costmodel.calibration import Calibration
 from trilane.costmodel.shipped import constants_of
 from trilane.planning.explain import use_plan, varied
 from trilane.planning.search_result import Candidate
-from trilane.planning.space import divisors
-from trilane.report.plots.explorer import compared, svg_of
 from trilane.utils.numbers import chance, with_bounds
 from trilane.utils.tables import Html
 from trilane.workspace.study import Study
@@ -36,8 +24,8 @@ def explore(
     calibration: Calibration | str | None = None,
     study: Study | None = None,
 ) -> "Editor":
-    """An editor that starts at the plan `base`: a control for each field, what is predicted, and,
-    with a `study`, a button that puts the plan first in its plans.json.
+    """An editor that starts at the plan `base`: a control for each field, what is predicted, and a
+    button that puts the plan first in the plans.json of `study`.
 
         explore(best.rows[0].plan, known, here)
     """
@@ -50,44 +38,19 @@ def sentence(base: Candidate, chosen: Candidate) -> Html:
     """The prediction of the chosen plan, relative to the base plan."""
     p = chosen.prediction
     plan = chosen.plan
-    gpus = chosen.topology.gpus
-    count = "1 GPU" if gpus == 1 else f"{gpus} GPUs"
     seconds = with_bounds(p.sec_per_it, p.sec_lo, p.sec_hi)
     change = ""
     if plan.id != base.plan.id:
         change = f", {p.sec_per_it / base.prediction.sec_per_it - 1:+.1%} against the first plan"
-    words = "{:code} ({}) on {}: <b>{} s</b> an iteration{}, <b>{:.3g} GiB</b>"
-    time = Html.of(words, plan.label, plan.id, count, seconds, change, p.memory_bytes / 2**30)
+    words = "{:code} ({}), GPUs: {}: <b>{} s</b> an iteration{}, <b>{:.3g} GiB</b>"
+    gib = p.memory_bytes / 2**30
+    time = Html.of(words, plan.label, plan.id, chosen.topology.gpus, seconds, change, gib)
     risk = chance(p.oom_probability)
     return Html.of("{}, out of memory with {}; {}", time, risk, p.support.words)
 
 
-def sizes(plan: Plan) -> dict[str, list[int]]:
-    """The values of each size of the plan's topology that divide what it divides; for its words
-    see CHOICES.
-    """
-    shape = plan.shape
-    node = plan.cluster.gpus_per_node
-    replicas = [number for number in divisors(plan.topology.gbs) if number <= plan.cluster.max_gpus]
-    layers = divisors(shape.num_layers)
-    options = {
-        "tp": [number for number in divisors(shape.num_attention_heads) if number <= node],
-        "cp": [number for number in divisors(shape.seq_length) if number <= node],
-        "pp": layers,
-        "interleaving": layers,
-        "dp": replicas,
-        "mbs": replicas,
-        "zero": [0, 1, 2, 3],
-    }
-    return {
-        name: sorted({*values, getattr(plan.topology, name)}) for name, values in options.items()
-    }
-
-
-def _box(name: str, value: Any, plan: Plan) -> Any:
-    """The control of a field of the plan: a slider over the values that can be; what has no such
-    list is typed.
-    """
+def _box(name: str, value: Any) -> Any:
+    """The control of a field of the plan."""
     look: Any = {"value": value, "description": name.replace("_", " "), "layout": {"width": "auto"}}
     if isinstance(value, bool):
         return Checkbox(indent=False, **look)
@@ -95,9 +58,6 @@ def _box(name: str, value: Any, plan: Plan) -> Any:
     words = {"engine": ENGINES, **CHOICES}
     if name in words:
         return Dropdown(options=words[name], **look)
-    numbers = sizes(plan)
-    if name in numbers:
-        return SelectionSlider(options=numbers[name], **look)
     return BoundedIntText(min=0, max=LARGEST, continuous_update=False, **look)
 
 
@@ -116,30 +76,25 @@ class Editor:
         self.calibration = calibration
         self.study = study
         self.chosen: Candidate | None = base
-        self.boxes = {"engine": _box("engine", base.plan.engine, base.plan)}
-        for name, value in vars(base.topology).items():
-            self.boxes[name] = _box(name, value, base.plan)
-        self.figure = compared(base)
-        self.picture = Image(format="svg+xml")
-        self.caption = HTML()
-        self.message = HTML()
-        self.button = Button(description="use this plan")
-        self.button.on_click(lambda _: self.use())
+        fields = {"engine": base.plan.engine, **vars(base.topology)}
+        self.boxes = {name: _box(name, value) for name, value in fields.items()}
         for box in self.boxes.values():
             box.observe(self._changed, "value")
+        self.caption = HTML()
+        self.message = HTML()
+        self.button = Button(description="use this plan", disabled=study is None)
+        self.button.on_click(lambda _: self.use())
         grid = GridBox([*self.boxes.values()])
         grid.layout.grid_template_columns = "repeat(auto-fill, minmax(250px, 1fr))"
         grid.layout.width = "100%"
-        parts = [grid, self.caption, self.picture, self.button, self.message]
-        self.widget = VBox([part for part in parts if study or part is not self.button])
+        self.widget = VBox([grid, self.caption, self.button, self.message])
         self._changed()
 
     def use(self) -> None:
         """Put the plan first in the study's plans.json."""
-        if not self.chosen or not self.study:
-            self.message.value = "<b>not written</b>: a refused plan cannot be used"
-            return
         try:
+            if not self.chosen or not self.study:
+                raise ValueError("a refused plan cannot be used")
             path = use_plan(self.study, self.chosen, self.calibration)
         except ValueError as error:
             self.message.value = Html.of("<b>not written</b>: {}", error)
@@ -152,12 +107,11 @@ class Editor:
         self.message.value = ""
         try:
             self.chosen = varied(self.base.plan, self.calibration, **choices)
-        except ValueError as error:  # the last plan that can be stays in sight
+        except ValueError as error:
             self.chosen = None
             self.caption.value = Html.of("<b>refused</b>: {}", error)
         else:
             self.caption.value = sentence(self.base, self.chosen)
-            self.picture.value = svg_of(self.figure, self.chosen, self.base)
 
     def _repr_mimebundle_(self, **options: Any) -> dict[str, Any]:
         """The controls; in a report without a kernel their text alone."""

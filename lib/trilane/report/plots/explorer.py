@@ -4,7 +4,6 @@ its schedule.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import fields
-from pathlib import Path
 from typing import Any
 
 import altair as alt
@@ -14,13 +13,12 @@ from trilane.costmodel.iteration import IterationTime
 from trilane.costmodel.memory import StageMemory
 from trilane.costmodel.pipeline import PipelineSchedule, pipeline_schedule
 from trilane.costmodel.predict import RISKY, SAFE
-from trilane.costmodel.trace import trace_of
 from trilane.forecasting.request import TOKENS_PER_PARAMETER
 from trilane.planning.search_result import Candidate, SearchResult
 from trilane.planning.sizing import training_days
 from trilane.report.plots.interactive import Interactive, chart, rounded, tooltips
 from trilane.report.plots.style import INK, LIMIT, plain
-from trilane.utils.numbers import chance, size_text, with_interval
+from trilane.utils.numbers import chance, size_text, with_bounds
 from trilane.utils.tables import grouped
 from trilane.utils.validation import shipped_json
 
@@ -33,7 +31,6 @@ HUES: dict[str, str] = shipped_json("report/figures")["hues"]
 PICKED = "#00a3c4"
 SHOWN = ["picked", "first"]
 BEST, FRONT, RISKIEST = 24, 10, 6  # plans of each kind that are drawn
-TIME = ("Time by part (s an iteration)", "times", TIMES)
 PASSES = ("forward", "backward", "data parallel", "optimizer", "bubble")
 # pixels a second, in Vega's expressions
 SCALE = "(scale('schedule_x', 1) - scale('schedule_x', 0))"
@@ -43,21 +40,20 @@ RUN = ("on", "kind", "chunk", "first", "count", "start", "length", "step")
 Row = dict[str, Any]
 
 
-def explorer(found: SearchResult, tokens: float = 0.0, folder: Path | None = None) -> Interactive:
+def explorer(found: SearchResult, tokens: float = 0.0) -> Interactive:
     """The best plan of each TP x PP x DP, the front of speed and memory, and what risks the memory,
     40 in all.
 
     A click shows a plan in full, next to the first, the fastest. `tokens`: of the run whose days
-    are given, 0 for 20 a parameter. `folder`: of the study, where traces of plans lie. Raises
-    ValueError where the search has no safe plan.
+    are given, 0 for 20 a parameter. Raises ValueError where the search has no safe plan.
     """
     candidates = shown_plans(found)
     table = found.best_per_sizes(40).to_frame()
     ranks = dict(zip(table["id"], table["rank"], strict=True))
     rows = []
     for candidate in candidates:
-        row = plan_row(candidate, tokens, folder)
-        rows.append(row | {"rank": str(ranks.get(row["id"], "none"))})
+        rank = str(ranks.get(candidate.plan.id, "none"))
+        rows.append({**plan_row(candidate, tokens), "rank": rank})
     best = rows[0]
     labels = [f"{row['s']} s, {row['label']}" for row in rows]
     box = alt.binding_select(name="plan ", options=[row["id"] for row in rows], labels=labels)
@@ -67,35 +63,20 @@ def explorer(found: SearchResult, tokens: float = 0.0, folder: Path | None = Non
     pick = alt.selection_point("plan", fields=["id"], value=value, bind=box, **click)
     limits = _limits(candidates)
     memory = alt.layer(_bars("Fullest stage's memory (GiB)", "memory", MEMORY), *limits)
-    lines = [
-        [_speed(rows, pick), _numbers(rows)],
-        [_bars(*TIME), memory],
-        [alt.layer(_stages(), *limits), _schedule()],
-    ]
-    figure = panels(lines).add_params(alt.param("first", value=best["id"]))
+    parts = _grid([_bars("Time by part (s an iteration)", "times", TIMES), memory], 1)
+    panels = [_speed(pick), parts, alt.layer(_stages(), *limits), _schedule()]
+    figure = _grid(panels, 2, data=alt.NamedData("plans"))
+    figure = figure.configure_legend(columns=5, labelFontSize=11, labelLimit=260)
+    figure = figure.add_params(alt.param("first", value=best["id"]))
     count = f"{len(rows)} of {found.runnable:,} topologies that can run"
     words = f"{best['s']} s, {best['label']}, {best['gib']} GiB."
     text = f"{count}, the best by seconds and memory. The best: {words}"
     return Interactive(figure, text, plans=rows)
 
 
-def compared(first: Candidate) -> Interactive:
-    """The time, memory and schedule of a plan, next to the time of the first one; svg_of() draws
-    others.
-    """
-    stages = alt.layer(_stages(), *_limits([first]))
-    figure = panels([[_bars(*TIME)], [stages, _schedule()]])
-    for name in ("plan_id", "first"):
-        figure = figure.add_params(alt.param(name, value=first.plan.id))
-    return Interactive(figure, first.label, plans=[plan_row(first)])
-
-
-def svg_of(figure: Interactive, picked: Candidate, first: Candidate) -> bytes:
-    """The figure that compared() made of `first`, of the picked plan."""
-    rows = [plan_row(picked)]
-    if picked.plan.id != first.plan.id:
-        rows.append(plan_row(first))
-    return figure.svg(picked.plan.id, rows)
+def _grid(panels: Sequence[Any], columns: int, **options: Any) -> Any:
+    apart: Any = dict.fromkeys(("color", "opacity", "shape", "size"), "independent")
+    return alt.concat(*panels, columns=columns, spacing=20, **options).resolve_scale(**apart)
 
 
 def shown_plans(found: SearchResult) -> list[Candidate]:
@@ -109,67 +90,40 @@ def shown_plans(found: SearchResult) -> list[Candidate]:
     return [unique[plan] for plan in sorted(unique, key=predicted.__getitem__)]
 
 
-def plan_row(c: Candidate, tokens: float = 0.0, folder: Path | None = None) -> Row:
-    """All that the panels show of a plan; lists have a value for each number, part, stage, or run
-    of passes.
+def plan_row(c: Candidate, tokens: float = 0.0) -> Row:
+    """All that the panels show of a plan; lists have a value for each part, stage, or run of
+    passes.
     """
     p = c.prediction
+    shape = c.plan.shape
+    tokens = tokens or TOKENS_PER_PARAMETER * shape.parameters
     schedule = pipeline_schedule(c.topology, p)
-    numbers = numbers_of(c, schedule, tokens or TOKENS_PER_PARAMETER * c.plan.shape.parameters)
-    trace = trace_of(c.plan, folder / "plans.json") if folder else None
-    if trace:
-        numbers["GiB, tensors traced"] = f"{trace.peak.peak_bytes / 2**30:.3g}"
     risk = sum(p.oom_probability > limit for limit in (SAFE, RISKY))
     fullest = max(p.stages, key=lambda stage: stage.total)
+    interval = (p.sec_per_it, p.sec_lo, p.sec_hi)
+    days = [training_days(shape, c.topology, seconds, tokens) for seconds in interval]
     row: Row = {
         "id": c.plan.id,
         "label": plain(c.label),
         "evidence": p.support.words,
         "gpus": c.topology.gpus,
-        "s": rounded(p.sec_per_it, 4),
-        "lo": rounded(p.sec_lo, 4),
-        "hi": rounded(p.sec_hi, 4),
+        "days": f"{with_bounds(*days)} for {size_text(tokens)} tokens",
+        "bubble": f"{p.time.bubble / p.sec_per_it:.1%}",
         "gib": rounded(p.memory_bytes / 2**30, 4),
         "oom": chance(p.oom_probability),
         "risk": RISKS[risk],
-        "number": [*numbers],
-        "text": [*numbers.values()],
         "whole": rounded(schedule.end),
         "stage": [*range(c.topology.pp)],
         "times": [rounded(seconds, 4) for seconds in vars(p.time).values()],
         "memory": [rounded(size / 2**30, 4) for size in vars(fullest).values()],
     }
+    for name, seconds in zip(("s", "lo", "hi"), interval, strict=True):
+        row[name] = rounded(seconds, 4)
     for name in MEMORY:
         row[name] = [rounded(getattr(stage, name) / 2**30, 4) for stage in p.stages]
     for name, values in zip(RUN, zip(*runs_of(schedule), strict=True), strict=True):
         row[name] = [rounded(v, 7) if isinstance(v, float) else v for v in values]
     return row
-
-
-def numbers_of(c: Candidate, schedule: PipelineSchedule, tokens: float) -> dict[str, str]:
-    """What is written about a plan, each by its name, on at most two lines, so narrow that two
-    stand on a phone.
-    """
-    p = c.prediction
-    t = c.topology
-    interval = (p.sec_per_it, p.sec_lo, p.sec_hi)
-    days = [training_days(c.plan.shape, t, seconds, tokens) for seconds in interval]
-    sizes = [f"{t.tp}", f"{t.pp}", f"{t.dp}"]
-    if t.cp > 1:
-        sizes.insert(1, f"{t.cp} (CP)")
-    stages = schedule.stage_seconds
-    slower = max(stages) * t.pp / sum(stages) - 1
-    return {
-        "TP x PP x DP; id": f"{' x '.join(sizes)}\n{c.plan.id}",
-        "ZeRO; recompute": f"{t.zero}; {t.recompute}",
-        "microbatches": f"{t.microbatches} of {t.mbs}",
-        "seconds (90 %)": "{}\n{} to {}".format(*with_interval(*interval)),
-        f"GiB, of {c.plan.cluster.gpu.memory_bytes / 2**30:.3g}": f"{p.memory_bytes / 2**30:.3g}",
-        "P(out of memory)": chance(p.oom_probability),
-        f"days, {size_text(tokens)} tokens": "{}\n{} to {}".format(*with_interval(*days)),
-        "bubble": f"{p.time.bubble / p.sec_per_it:.1%}",
-        "slowest stage": f"{schedule.slowest}: {slower:+.1%}",
-    }
 
 
 def runs_of(schedule: PipelineSchedule) -> Iterator[tuple[Any, ...]]:
@@ -198,20 +152,6 @@ def runs_of(schedule: PipelineSchedule) -> Iterator[tuple[Any, ...]]:
         end += seconds
 
 
-def panels(lines: Sequence[Sequence[Any]]) -> Any:
-    """Lines of panels of the data `plans`, about those whose ids are the parameters plan_id and
-    first.
-    """
-    apart: Any = dict.fromkeys(("color", "opacity", "shape", "size"), "independent")
-    grid = []
-    for line in lines:
-        row = alt.concat(*line, columns=len(line), spacing=24)
-        grid.append(row.resolve_scale(**apart))
-    whole = alt.concat(*grid, columns=1, spacing=12, data=alt.NamedData("plans"))
-    whole = whole.resolve_scale(**apart)
-    return whole.configure_legend(columns=5, labelFontSize=11, labelLimit=260)
-
-
 def _limits(plans: Sequence[Candidate]) -> list[Any]:
     """A line at the card's memory, where a plan is near it."""
     limit = plans[0].plan.cluster.gpu.memory_bytes
@@ -221,7 +161,7 @@ def _limits(plans: Sequence[Candidate]) -> list[Any]:
     return [line.mark_rule(color=LIMIT, strokeWidth=1.5).encode(x="gib:Q", tooltip="what:N")]
 
 
-def _speed(rows: Sequence[Row], pick: Any) -> Any:
+def _speed(pick: Any) -> Any:
     """Seconds over memory, a point a plan with its interval, and the line of what no other plan
     beats in both.
     """
@@ -235,6 +175,7 @@ def _speed(rows: Sequence[Row], pick: Any) -> Any:
     color = alt.Color("risk:N", scale=colors, legend=legend)
     titles = {"label": "plan", "rank": "rank", "id": "id", "gpus": "GPUs", "s": "seconds"}
     titles |= {"lo": "90 % from", "hi": "to", "gib": "GiB", "oom": "P(out of memory)"}
+    titles |= {"days": "days", "bubble": "bubble", "evidence": "evidence"}
     bars = base.mark_rule(opacity=0.5).encode(y=alt.Y("lo:Q", **y), y2="hi:Q", color=color)
     points = base.mark_point(filled=True, opacity=1, strokeWidth=2.5).encode(
         y=alt.Y("s:Q", **y),
@@ -256,21 +197,6 @@ def _both(**properties: Any) -> Any:
     """A chart of the rows of the picked plan and of the first."""
     base = chart(**properties).transform_filter("datum.id == plan_id || datum.id == first")
     return base.transform_calculate(which="datum.id == plan_id ? 'picked' : 'first'")
-
-
-def _numbers(rows: Sequence[Row]) -> Any:
-    """The numbers of the picked plan and of the first."""
-    names = max((row["number"] for row in rows), key=len)
-    bare: Any = {"domain": False, "ticks": False, "labelFontSize": 11}
-    top = alt.Axis(orient="top", labelAngle=0, labelFontWeight="bold", **bare)
-    text = _both(width=400, height=24 * len(names)).transform_flatten(["number", "text"])
-    text = text.mark_text(lineBreak="\n", lineHeight=11, fontSize=11, baseline="middle")
-    return text.encode(
-        x=alt.X("which:N", title=None, sort=SHOWN, axis=top),
-        y=alt.Y("number:N", title=None, sort=names, axis=alt.Axis(**bare)),
-        text="text:N",
-        tooltip=tooltips({"label": "plan", "evidence": "evidence"}),
-    )
 
 
 def _bars(title: str, field: str, names: Sequence[str]) -> Any:
@@ -327,13 +253,14 @@ def _schedule() -> Any:
     dashes: Any = alt.expr(f"[{dash}, {SCALE} * datum.step - {dash}]")
     width: Any = alt.expr("0.86 * bandwidth('schedule_y')")
     titles = {"on": "stage", "kind": "pass", "microbatches": "microbatches", "chunk": "model chunk"}
+    titles |= {"length": "seconds of a pass"}
     lines = base.mark_rule(strokeDash=dashes, strokeWidth=width, clip=True).encode(
         x=alt.X("start:Q", title="seconds since the iteration began", scale=alt.Scale(nice=False)),
         x2="end:Q",
         y=alt.Y("on:O", title=None, axis=alt.Axis(labelOverlap=True)),
         color=_hue("kind", PASSES),
         opacity=alt.Opacity("shade:Q", scale=None, legend=None),
-        tooltip=tooltips(titles, {"length": "seconds of a pass", "start": "from second"}),
+        tooltip=tooltips(titles),
     )
     zoom = alt.selection_interval(name="zoom", encodings=["x"], bind="scales")
     look: Any = {"name": "schedule", "width": 640, "height": 190, "view": {"fill": HUES["bubble"]}}

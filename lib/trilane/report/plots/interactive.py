@@ -37,38 +37,21 @@ class Interactive:
         own.pop("view", None)
         config = shipped_json("report/figures")["config"]
         spec["config"] = {**config, "range": {"category": list(COLORS)}, **own}
-        spec["description"] = text
-        if data:
-            spec["datasets"] = data
+        spec |= {"description": text, "datasets": data}
         self.spec: dict[str, Any] = as_json(spec)
         self.text = text
-
-    @property
-    def on_white(self) -> dict[str, Any]:
-        """Its specification for a picture, which has no page behind it."""
-        return {**self.spec, "config": {**self.spec["config"], "background": "white"}}
 
     @functools.cached_property
     def png(self) -> bytes:
         """The figure as it is before anybody picks, on white."""
-        options: Any = {"vl_version": VERSION, "allowed_base_urls": []}
-        picture = Image.open(
-            io.BytesIO(vl_convert.vegalite_to_png(self.on_white, scale=2, **options))
-        )
+        config = {**self.spec["config"], "background": "white"}
+        options: Any = {"vl_version": VERSION, "allowed_base_urls": [], "scale": 2}
+        drawn = vl_convert.vegalite_to_png({**self.spec, "config": config}, **options)
+        picture = Image.open(io.BytesIO(drawn)).convert("RGB")
         small = io.BytesIO()
         # with a palette it takes 23 kB instead of 336
-        picture.convert("RGB").quantize(256).save(small, "PNG", optimize=True)
+        picture.quantize(256).save(small, "PNG", optimize=True)
         return small.getvalue()
-
-    def svg(self, plan_id: str, rows: Rows) -> bytes:
-        """The figure of other rows of `plans`, of which that one is picked."""
-        spec = {**self.on_white, "datasets": {"plans": as_json(rows)}}
-        spec["params"] = [
-            {**param, "value": plan_id} if param["name"] == "plan_id" else param
-            for param in spec["params"]
-        ]
-        drawn: str = vl_convert.vegalite_to_svg(spec, vl_version=VERSION, allowed_base_urls=[])
-        return drawn.encode()
 
     def savefig(self, path: Path, **options: Any) -> None:
         """Write the picture; the options that matplotlib's figures take change nothing."""
@@ -89,14 +72,9 @@ def chart(rows: Iterable[Mapping[str, Any]] | None = None, **properties: Any) ->
     return alt.Chart(alt.Data(values=list(rows))).properties(**properties)
 
 
-def tooltips(titles: Mapping[str, str], numbers: Mapping[str, str] | None = None) -> list[Any]:
-    """A line of the tooltip for each field: its title; `numbers` are written by Vega, with commas
-    and five digits.
-    """
-    lines = [alt.Tooltip(f"{name}:N", title=title) for name, title in titles.items()]
-    for name, title in (numbers or {}).items():
-        lines.append(alt.Tooltip(f"{name}:Q", title=title, format=",.5~r"))
-    return lines
+def tooltips(titles: Mapping[str, str]) -> list[Any]:
+    """A line of the tooltip for each field: its title."""
+    return [alt.Tooltip(f"{name}:N", title=title) for name, title in titles.items()]
 
 
 def rounded(value: float, digits: int = 5) -> float:

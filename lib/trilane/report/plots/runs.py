@@ -1,21 +1,21 @@
 """Figures of measured runs: their time, rates and predictions."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import pandas as pd
 from matplotlib import colormaps
 from matplotlib.figure import Figure
 
 from trilane.analysis import measure
-from trilane.analysis.measure import TIMERS, Measurement
+from trilane.analysis.measure import Measurement
 from trilane.costmodel.recalibration import NOTHING, Recalibration
 from trilane.report.plots.style import COLORS, INK, figure, finished, name_rows, plain
 from trilane.utils.tables import Text
 
 # other colours than those of the runs
 PARTS = colormaps["Set3"].colors  # type: ignore[attr-defined]
-Bars = Sequence[tuple[str, Mapping[str, float]]]
 
 
 def seconds_per_iteration(measurements: Sequence[Measurement]) -> Figure | Text:
@@ -53,17 +53,16 @@ def phases(measurements: Sequence[Measurement], recalibration: Recalibration) ->
 
     Each phase is the sum over the microbatches, which in truth alternate.
     """
-    measured = []
+    measured = {}
     for run in measurements:
         seconds = measure.phases(run.log, run.window)
         if seconds:
-            parts = dict.fromkeys(["data", *TIMERS["phases"]], 0.0) | seconds
-            parts["covered by no timer"] = max(run.sec_per_it - sum(seconds.values()), 0.0)
-            measured.append((run.name, parts))
-    predicted = []
+            rest = max(run.sec_per_it - sum(seconds.values()), 0.0)
+            measured[run.name] = {**seconds, "covered by no timer": rest}
+    predicted = {}
     if recalibration:
         for row, prediction in zip(recalibration.rows, recalibration.after, strict=True):
-            predicted.append((row.row_id, vars(prediction.time)))
+            predicted[row.row_id] = vars(prediction.time)
     bars = {"Measured, by the timers of the printing rank": measured}
     bars["Predicted, after calibration"] = predicted
     bars = {heading: rows for heading, rows in bars.items() if rows}
@@ -72,28 +71,16 @@ def phases(measurements: Sequence[Measurement], recalibration: Recalibration) ->
     height = sum(1.2 + 0.3 * len(rows) for rows in bars.values())
     drawn, axes = figure(8.0, height, rows=len(bars))
     for place, (heading, rows) in zip(np.ravel(axes), bars.items(), strict=True):
-        _shares(place, rows, heading)
+        table = pd.DataFrame(rows).T.fillna(0.0)
+        table = table[table.columns[table.any()]].rename(
+            columns=lambda part: part.replace("_", " ")
+        )
+        whole = table.sum(axis=1)
+        share = 100 * table.div(whole, axis=0)
+        share.plot.barh(stacked=True, ax=place, width=0.62, color=PARTS, ec=INK, lw=0.3)
+        name_rows(place, [f"{name}, {seconds:.3g} s" for name, seconds in whole.items()])
+        finished(place, heading, xlabel="% of an iteration")
     return drawn
-
-
-def _shares(axes: Any, rows: Bars, heading: str) -> None:
-    """A bar a run of its stacked parts in percent of their sum, which is at its name; a part has
-    one colour.
-    """
-    wholes = np.array([sum(parts.values()) for _, parts in rows])
-    left = np.zeros(len(rows))
-    colors = iter(PARTS)
-    for part in rows[0][1]:
-        seconds = np.array([parts[part] for _, parts in rows])
-        if seconds.any():
-            share = 100 * seconds / wholes
-            look: Any = {"color": next(colors), "ec": INK, "lw": 0.3}
-            label = part.replace("_", " ")
-            axes.barh(range(len(rows)), share, 0.62, left=left, label=label, **look)
-            left = left + share
-    names = [f"{name}, {whole:.3g} s" for (name, _), whole in zip(rows, wholes, strict=True)]
-    name_rows(axes, names)
-    finished(axes, heading, xlabel="% of an iteration")
 
 
 def predicted_over_measured(recalibration: Recalibration) -> Figure | Text:
