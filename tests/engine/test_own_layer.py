@@ -4,6 +4,7 @@ would not train.
 
 import functools
 import json
+import linecache
 from collections.abc import Callable
 from dataclasses import replace
 from importlib.metadata import version
@@ -168,9 +169,18 @@ def test_a_plan_holds_the_text_of_its_layer(data: Path, tmp_path: Path) -> None:
             read_plan(tmp_path)
 
 
-def test_a_class_is_known_by_its_module_and_one_of_a_cell_is_refused() -> None:
+def test_a_class_of_a_notebooks_cell_travels_with_what_the_cell_defines() -> None:
+    """As ipykernel compiles a cell: its text is known by the name of a file that does not exist."""
+    cell = (
+        "import json\nWIDTH = 4\nclass Own:\n    def forward(self): return WIDTH\nrun = print(1)\n"
+    )
+    linecache.cache["cell"] = (len(cell), None, cell.splitlines(keepends=True), "cell")
+    names: dict[str, type] = {"__name__": "__main__"}  # type: ignore[dict-item]
+    exec(compile(cell, "cell", "exec"), names)
+    layer = layer_of(names["Own"])
+    assert layer.name == "cell.py:Own"
+    assert "WIDTH = 4" in layer.source and "run" not in layer.source
     assert layer_of(json.JSONDecoder) == Layer(name="json.decoder:JSONDecoder")
-    names: dict[str, type] = {}
-    exec("class Own: ...", {"__name__": "__main__"}, names)
-    with pytest.raises(ValueError, match=r"^layer=Own: is in no file"):
-        layer_of(names["Own"])
+    exec("class Lost: ...", names)
+    with pytest.raises(ValueError, match=r"^layer=Lost: is in no file"):
+        layer_of(names["Lost"])
