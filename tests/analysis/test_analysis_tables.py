@@ -106,26 +106,6 @@ def test_bad_input_is_one_line_and_code_2(tmp_path, monkeypatch, capsys, argumen
     assert outcome(capsys, "logs", *arguments)[::2] == (2, f"trilane: {message}\n")
 
 
-@pytest.fixture
-def fleet(tmp_path):
-    """Four logs: fast and slow, one without TFLOPs of two runs, one whose learning rate cannot be
-    right.
-    """
-    (tmp_path / "deep").mkdir()
-    for name, ms in (("fast.log", 1000.0), ("deep/slow.out", 9000.0)):
-        (tmp_path / name).write_text(
-            DUMP + MORE + "".join(m2021(i, ms=ms, loss=ms / 1e3) for i in range(1, 11))
-        )
-    (tmp_path / "plain.err").write_text(
-        "".join(m2021(i, ms=5000.0, loss=7.5) for i in range(1, 11)) * 2
-    )
-    wrong = "".join(
-        m2021(i, loss=9.5).replace("rate: 1.000E-04", "rate: 7.000E+00") for i in range(1, 11)
-    )
-    (tmp_path / "wrong.log").write_text(DUMP + MORE + wrong)
-    return tmp_path
-
-
 def test_no_cell_of_a_csv_file_is_a_formula_and_numbers_stay_numbers(tmp_path, monkeypatch, capsys):
     """A spreadsheet runs what begins with = + - @, a tab or CR
     (https://owasp.org/www-community/attacks/CSV_Injection).
@@ -148,10 +128,14 @@ def test_no_cell_of_a_csv_file_is_a_formula_and_numbers_stay_numbers(tmp_path, m
     assert {row["lm_loss"] for row in rows} == {"-3.25"}
 
 
-def test_each_run_is_printed_with_its_numbers_its_ending_and_its_problems(fleet, capsys):
-    names = ("fast.log", "plain.err", "wrong.log")
-    lines = outcome(capsys, "logs", "parse", *(fleet / name for name in names))[1].splitlines()
-    assert [line.removeprefix(f"{fleet}/") for line in lines if not line.startswith(" ")] == [
+def test_each_run_is_printed_with_its_numbers_its_ending_and_its_problems(tmp_path, capsys):
+    once = "".join(m2021(i, ms=1000.0, loss=1.0) for i in range(1, 11))
+    (tmp_path / "fast.log").write_text(DUMP + MORE + once)
+    (tmp_path / "plain.err").write_text(once * 2)
+    (tmp_path / "wrong.log").write_text(once.replace("rate: 1.000E-04", "rate: 7.000E+00"))
+    text = outcome(capsys, "logs", "parse", *sorted(tmp_path.iterdir()))[1]
+    lines = text.replace(f"{tmp_path}/", "").splitlines()
+    assert [line for line in lines if not line.startswith(" ")] == [
         "fast.log: completed (megatron-2021)",
         "plain.err, run 1 of 2: completed (megatron-2021)",
         "plain.err, run 2 of 2: completed (megatron-2021)",
@@ -159,3 +143,11 @@ def test_each_run_is_printed_with_its_numbers_its_ending_and_its_problems(fleet,
     ]
     assert lines[1] == "  Iterations 10, First 1, Last 10, Sec/it 1, TFLOPs 12.18, Loss 1"
     assert lines[-1].startswith("  problem: learning_rate: 7 at iteration ")
+
+
+def test_rows_are_sorted_by_any_column_and_what_has_no_value_is_last(folder, capsys):
+    order = outcome(capsys, "logs", "table", folder, "--sort", "speed", "--json")[1]
+    names = [row["source"] for row in json.loads(order)["rows"]]
+    assert names == ["a.out", "study/runs/small", "b.log"]
+    code, _, error = outcome(capsys, "logs", "table", folder, "--sort", "statas")
+    assert code == 2 and "sort=statas: did you mean status? known: " in error

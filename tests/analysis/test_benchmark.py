@@ -11,46 +11,24 @@ from support import small_plan
 from trilane.analysis.benchmark import result
 from trilane.analysis.measure import measure
 from trilane.cli.app import main
-from trilane.config.plan import Plan
 
-STEP = {"lm_loss": 2.5, "skipped": 0, "global_batch_size": 4}
-
-
-def finished(folder: Path, seconds: list[float], plan: Plan, **changes: dict) -> Path:
-    """A run folder with so many iterations; `changes` by their number, as _3={"skipped": 1}."""
-    folder.mkdir()
-    steps = [
-        {"iteration": i, **STEP, "sec_per_it": s, **changes.get(f"_{i}", {})}
-        for i, s in enumerate(seconds, 1)
-    ]
-    (folder / "plan.json").write_text(json.dumps(plan.to_json()))
-    (folder / "steps.jsonl").write_text("".join(json.dumps(step) + "\n" for step in steps))
-    memory = "[Rank {}] (after 9 iterations) memory (MB) | allocated: 1.0 | max allocated: {}.0 | reserved: 1.0\n"
-    lines = [
-        f" iteration {s['iteration']}/{len(steps)} | elapsed time per iteration (ms): {1000 * s['sec_per_it']:.1f} | "
-        f"global batch size: {s['global_batch_size']} | lm loss: 2.5 | number of skipped iterations: {s['skipped']} |\n"
-        for s in steps
-    ]
-    (folder / "run.log").write_text("".join(lines) + memory.format(0, 7) + memory.format(1, 8))
-    return folder
+LINE = (
+    " iteration {0}/7 | elapsed time per iteration (ms): {1} | global batch size: {2} | lm loss: 2.5 | "
+    "number of skipped iterations: {3} |\n"
+)
+MEMORY = "[Rank {}] (after 9 iterations) memory (MB) | allocated: 1.0 | max allocated: {}.0 | reserved: 1.0\n"
 
 
 def test_the_first_the_skipped_and_those_of_a_smaller_batch_are_left_out(tmp_path: Path) -> None:
-    seconds = [9.0, 9.0, 7.0, 1.0, 2.0, 50.0, 3.0]
-    smaller, skipped = {"global_batch_size": 2}, {"skipped": 1}
-    found = result(
-        measure(finished(tmp_path / "run", seconds, small_plan(), _3=smaller, _6=skipped), 2)
-    )
-    assert (found["iterations"], found["iterations_counted"], found["status"]) == (
-        7,
-        3,
-        "completed",
-    )
-    assert (found["sec_per_it"], found["sec_per_it_spread"], found["tokens_per_s"]) == (
-        2,
-        0.25,
-        4 * 32 / 2,
-    )
+    seconds = {1: 9.0, 2: 9.0, 3: 7.0, 4: 1.0, 5: 2.0, 6: 50.0, 7: 3.0}
+    lines = [LINE.format(i, 1000 * s, 2 if i == 3 else 4, int(i == 6)) for i, s in seconds.items()]
+    log = "".join(lines) + MEMORY.format(0, 7) + MEMORY.format(1, 8)
+    (tmp_path / "plan.json").write_text(json.dumps(small_plan().to_json()))
+    (tmp_path / "run.log").write_text(log)
+    found = result(measure(tmp_path, 2))
+    assert (found["iterations"], found["iterations_counted"]) == (7, 3)
+    assert (found["sec_per_it"], found["sec_per_it_spread"]) == (2, 0.25)
+    assert found["tokens_per_s"] == 4 * 32 / 2
     assert found["memory_bytes"] == {"0": 7 * 2**20, "1": 8 * 2**20}
     flops = small_plan().shape.flops_per_iteration(4)
     assert found["tflops"]["narayanan"] == pytest.approx(flops / 2 / 1e12)

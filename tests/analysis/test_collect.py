@@ -63,10 +63,6 @@ def parsed(capsys, *arguments):
             {"iterations": 2, "sec_per_it": None},
         ),
         (
-            m2021(1) + m2021(2).partition("+00 |")[0] + "\n",
-            {"iterations": 2, "nan_iterations": 0},
-        ),  # cut in its loss
-        (
             m2021(1).replace("lm loss: 5.000000E+00 | ", "").replace("1.250", "nan"),
             {"nan_iterations": 1},
         ),
@@ -91,21 +87,15 @@ def test_the_plan_of_a_run_folder_supplies_what_its_log_lacks(tmp_path, capsys):
 
 
 def test_a_notebook_shows_the_first_of_many_runs_failed_ones_first(tmp_path):
-    wrong = m2021(4, loss=9.0).replace("rate: 1.000E-04", "rate: 7.000E+00")
+    text = DUMP + "".join(m2021(i) for i in range(1, 11))
     for number in range(45):
-        text = DUMP + "".join(m2021(i, ms=1000.0 + number) for i in range(1, 11))
-        text = text.replace(m2021(4, ms=1000.0 + number), wrong) if number == 7 else text
-        (tmp_path / f"{number:02d}.log").write_text(
-            text + ("ValueError: no\n" if number == 9 else "")
-        )
+        (tmp_path / f"{number:02d}.log").write_text(text + "ValueError: no\n" * (number == 9))
     runs = measure_runs(Study("s"), str(tmp_path))
     endings = runs.endings()
     assert (endings.count("<tr>"), runs._repr_html_().count("<tr>"), len(runs.drawn)) == (41, 41, 8)
-    assert (
-        re.findall(r"\d\d\.log", endings)[:2] == ["09.log", "00.log"] and "<details>" not in endings
-    )
-    assert endings.count("learning_rate: 7 at iteration 4") == 1 and "no spike" in runs.spikes()
-    assert len(str(runs)) < 300, "no text of a thousand rows lies in the notebook"
+    assert re.findall(r"\d\d\.log", endings)[:2] == ["09.log", "00.log"]
+    assert "<details>" not in endings and "no spike" in runs.spikes()
+    assert "44 of 45 runs completed" in runs.summary()
 
 
 RAMP = Ramp(start=2, increment=2, samples=30)

@@ -49,13 +49,8 @@ def test_the_spread_of_single_runs_is_that_of_repeats_among_the_shipped_rows():
     groups = {}
     for row in read_rows(shipped_rows())[0]:
         if row.seconds > 0 and not row.duplicate_of:
-            key = (
-                row.case.cluster.name,
-                row.case.shape,
-                row.case.topology,
-                row.stack,
-                row.case.day,
-            )
+            case = row.case
+            key = (case.cluster.name, case.shape, case.topology, row.stack, case.day)
             groups.setdefault(key, []).append(math.log(row.seconds))
     differences = np.array([max(g) - min(g) for g in groups.values() if len(g) == 2])
     assert len(differences) == SINGLE_FREEDOM

@@ -25,7 +25,6 @@ from trilane.costmodel.measured_rows import read_rows, shipped_rows
 from trilane.costmodel.predict import predict
 from trilane.costmodel.recalibration import fit, predictions
 from trilane.costmodel.shipped import calibration_for, default, prior_of
-from trilane.report import notebook
 from trilane.workspace.study import Study
 
 # Tables of at least eight rows, and the rows of the same campaign (card and software) outside them.
@@ -224,22 +223,3 @@ def test_rows_that_teach_nothing_leave_the_constants_as_they_are(tmp_path, capsy
         all(getattr(own, name) == getattr(prior, name) for name in BOUNDS)
         and own.card == "A100-80GB"
     )
-
-
-@pytest.mark.slow
-def test_the_report_reads_anybodys_logs(tmp_path, outputs):
-    """04_analyze on two foreign logs, one of which tells its arguments and the other only its
-    iterations.
-    """
-    (tmp_path / "a.out").write_text(
-        DUMP.replace(" 8\n", " 4\n")
-        + "  micro_batch_size ................ 1\n"
-        + "".join(map(m2021, range(1, 11)))
-    )
-    (tmp_path / "b.out").write_text("".join(map(m2021, range(1, 11))))
-    study = Study.create("theirs")
-    report = notebook.run("04_analyze", study, logs=f"{tmp_path}/*.out", cluster="jz-v100-32g")
-    text = report.read_text()
-    assert "What happened" in text and "b.out" in text and "completed" in text
-    assert len(pd.read_csv(study.folder / "runs.csv")) == 2
-    assert (study.folder / "measured.csv").exists() and (study.folder / "calibration.json").exists()

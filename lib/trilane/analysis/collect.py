@@ -6,7 +6,6 @@ import glob
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -52,8 +51,8 @@ class MeasuredRuns(Table):
     They are in the order in which they ran, as far as their paths show it.
     """
 
-    shown = "run gpus parameters tp pp dp mbs gbs sec_per_it tflops MFU,% tokens_per_s memory_gib"
-    shown += " lost,% loss notes"
+    shown = "run gpus parameters tp pp dp mbs gbs sec_per_it tflops MFU,% tokens/s memory_gib"
+    shown += " lost,% loss status"
     runs: tuple[Measurement, ...]
     unread: tuple[str, ...] = ()
 
@@ -109,8 +108,9 @@ class MeasuredRuns(Table):
     def _repr_html_(self) -> str:
         if not self.logs:
             return NO_LOG
-        table = frame(rows_of(self.logs[:SHOWN]))
-        return show(displayed(table.rename(columns={"mfu": "MFU,%", "lost": "lost,%"}), self.shown))
+        heads = {"mfu": "MFU,%", "lost": "lost,%", "tokens_per_s": "tokens/s"}
+        table = frame(rows_of(self.logs[:SHOWN])).rename(columns=heads)
+        return show(displayed(table, self.shown))
 
     def endings(self) -> Html:
         """How each run ended, failed ones first: the line that proves it, nodes at fault, wrong
@@ -128,17 +128,13 @@ class MeasuredRuns(Table):
         return Html.of("<details><summary>{}</summary>{}</details>", summary, table)
 
     def curves(self) -> dict[str, Curve]:
-        """The loss curve of each training, by the name of its first run."""
-        runs = {id(run.log): run for run in self.timed if "lm_loss" in run.log.iterations}
+        """The loss curve of each training among the drawn runs, by the name of its first run."""
+        runs = {id(run.log): run for run in self.drawn if "lm_loss" in run.log.iterations}
         curves = {}
         for group in trainings([run.log for run in runs.values()]):
             first = runs[id(group[0])]
             curves[first.name] = join(group, first.config.seq_length)
         return curves
-
-    def drawn_curves(self) -> dict[str, Curve]:
-        """The first of the curves, as many as a figure can show."""
-        return dict(islice(self.curves().items(), DRAWN))
 
     def spikes(self) -> Html:
         """Spikes of all trainings, and what their restarts did not continue, as `logs spikes` has

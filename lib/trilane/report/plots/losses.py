@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogFormatter
 
 from trilane.analysis.loss_curve import Curve
 from trilane.report.plots.style import COLORS, figure, plain
@@ -18,7 +19,7 @@ PANELS = {
     "grad_norm": "gradient norm",
     "learning_rate": "learning rate",
 }
-WIDEST, THINNEST = 4.0, 1.2  # points, of the first curve and of the last
+WIDEST, THINNEST = 3.6, 1.2  # points, of the first curve and of the last
 SMOOTH = 100  # of the lines one is smoothed over
 FALL = 3.0  # a quantity that changes by this factor has a logarithmic axis
 
@@ -54,6 +55,8 @@ def curves(trainings: Mapping[str, Curve], over: str = "iterations") -> Figure |
         # a linear axis would show little more than the first drop, or the largest spike
         if column != "learning_rate" and values.max() > FALL * values.min() > 0:
             place.set_yscale("log")
+            for axis in (place.yaxis.set_major_formatter, place.yaxis.set_minor_formatter):
+                axis(LogFormatter(minor_thresholds=(2, 0.4)))  # 4, not 4 x 10^0
         place.set(xlabel=over, ylabel=PANELS[column])
     drawn.legend(loc="outside lower left", ncols=3, frameon=False, fontsize=8)
     return drawn
@@ -69,7 +72,8 @@ def _draw(axes: Any, at: np.ndarray, curve: Curve, column: str, color: str, widt
     axes.plot(at, values, color=color, lw=0.8, alpha=0.3)
     # exponential: each value weighs 1 - 1/lines of the next, divided by the sum of the weights
     lines = max(1, len(values) // SMOOTH)
-    axes.plot(at, values.ewm(alpha=1 / lines, ignore_na=True).mean(), color=color, lw=width)
+    smooth = values.ewm(alpha=1 / lines, ignore_na=True).mean().where(values.notna())
+    axes.plot(at, smooth, color=color, lw=width)
     for restart in curve.restarts:
         where = np.interp(restart.iteration, curve.table["iteration"], at)
         axes.axvline(where, color=color, lw=0.8, ls="--")
