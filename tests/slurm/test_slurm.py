@@ -98,10 +98,10 @@ def test_two_nodes_of_two_processes_train_to_the_end_with_the_code_that_was_subm
     SLURM's own.
     """
     installed = tmp_path / "installed"
-    shutil.copytree(
-        installation.package(), installed / "trilane", ignore=shutil.ignore_patterns("__pycache__")
-    )
-    monkeypatch.setattr(copies, "package", lambda: installed / "trilane")
+    packages = installation.packages()
+    for package in packages:
+        shutil.copytree(package, installed / package.name)
+    monkeypatch.setattr(copies, "packages", lambda: [installed / p.name for p in packages])
     monkeypatch.setenv("PYTHONPATH", str(installed))
     venv.create(environment := tmp_path / "env", symlinks=True)
     shared = f"import site; site.addsitedir({sysconfig.get_path('purelib')!r})\n"

@@ -50,9 +50,7 @@ def begin(folder: Path, env: Mapping[str, str] = os.environ) -> str:
         run = Run(folder)
         job = job_id(env)
         reason = altered(run, job) or competing(run, job)
-        if not reason:
-            close_killed(run)
-            reason = finished(run) or blocked(run) or unready(run)
+        reason = reason or finished(run) or blocked(run) or unready(run)
         if reason:
             run.note("refused", job, says=one_line(reason))
             return f"stop: {reason}"
@@ -99,32 +97,6 @@ def status_of(status: Status, evidence: str) -> RunStatus:
     """An end that no rank reported."""
     exit_code = int(status.has_failed)
     return RunStatus(status=status, evidence=evidence, rank=None, exit_code=exit_code, seconds=0.0)
-
-
-def close_killed(run: Run) -> None:
-    """Record the ends of attempts that were killed before they could, by SLURM's accounting; the
-    folder is locked, and no other job trains in it.
-    """
-    starts = [event for event in run.unended() if event["event"] == "started"]
-    jobs = {start["id"] for start in starts if client.JOB_ID.fullmatch(start["id"])}
-    rows = client.past(jobs - {"0"})
-    for start in starts:
-        # a job has a row for each of its starts
-        number = start.get("restarts")
-        of_job = rows.get(start["id"], [])
-        state, when = "", ""
-        if isinstance(number, int) and 0 <= number < len(of_job):
-            row = of_job[number]
-            # else the accounting is late
-            if row.state in (*client.ENDED, "REQUEUED"):
-                state, when = row.state, row.end
-        status = REASONS.get(state, Status.UNFINISHED)
-        if state == "FAILED":
-            status = Status.CRASHED
-        elif state == "COMPLETED" and finished(run):
-            status = Status.COMPLETED
-        evidence = f"SLURM: {state or 'does not know the job any more'}"
-        run.note("ended", start["id"], status=status, evidence=evidence, state=state, end=when)
 
 
 def finished(run: Run) -> str:

@@ -28,7 +28,11 @@ from trilane.workspace.storage import available
 REFUSAL, WARNING = "refusal", "warning"
 # where many GPUs would wait for what a laptop could have found
 MANY_GPUS = 32
+<<<<<<< HEAD
 # of so few iterations a run is a benchmark, if it has less than a token a parameter, too
+=======
+# with less than a token a parameter, too
+>>>>>>> b3fa8ba3 (Checks and attempts that no one would miss leave)
 BENCHMARK_ITERS = 1000
 # what is predicted may take so much longer
 MARGIN = 1.5
@@ -105,16 +109,12 @@ class JobCheck:
         return seconds_of(self.directives.get("time", "00:10:00"))
 
     @property
-    def risks(self) -> FailureModel:
-        """The forecast's, with the storage that was measured on the nodes of the job, or of the
-        plan.
-        """
-        return FailureModel().measured(self.cluster).measured(self.plan.cluster)
-
-    @property
     def save_s(self) -> float:
-        """Seconds of a save, by the forecast's bandwidth."""
-        return self.risks.save_s(checkpoint_bytes(self.plan.shape), self.nodes)
+        """Seconds of a save, by the storage that was measured on the nodes of the job, or of the
+        plan, else by the forecast's bandwidth.
+        """
+        risks = FailureModel().measured(self.cluster).measured(self.plan.cluster)
+        return risks.save_s(checkpoint_bytes(self.plan.shape), self.nodes)
 
     @property
     def evaluation_s(self) -> float:
@@ -328,35 +328,6 @@ def time(job: JobCheck) -> Findings:
         yield refusal("checkpoints", message, "save_interval, exit_duration_minutes or --signal-s")
 
 
-def interval(job: JobCheck) -> Findings:
-    """Checkpoints are saved about as often as pays: Daly's optimum for the failures of so many
-    nodes.
-
-    An interval T of saves of d seconds costs the share d / T + T r / 2 at r failures a second; the
-    run itself is the longest interval. Named where it costs 1 % of the time more, of a run of more
-    than an hour.
-    """
-    needed_s, save_s = job.needed_s, job.save_s
-    rate = job.risks.stops_per_s(job.nodes)
-    best_s = job.risks.checkpoint_interval_s(save_s, job.nodes)
-    own_s = job.plan.run.save_interval * job.prediction.sec_per_it or needed_s
-
-    def cost(interval_s: float) -> float:
-        saves = save_s / interval_s if interval_s < needed_s else 0.0
-        return saves + min(interval_s, needed_s) * rate / 2
-
-    more = cost(own_s) - cost(best_s)
-    if needed_s <= 3600 or more <= 0.01:
-        return
-    often = f"a checkpoint every {own_s / 60:.0f} min"
-    if own_s >= needed_s:
-        often = "no checkpoint before the end"
-    message = f"{often}: {more:.0%} of the time more than with Daly's {best_s / 60:.0f} min; "
-    message += f"{job.nodes} nodes fail every {1 / rate / 3600:.0f} h, a save takes {save_s:.0f} s"
-    each = max(1, round(best_s / job.prediction.sec_per_it))
-    yield warning("checkpoints", message, f"save_interval={each}")
-
-
 def signal(job: JobCheck) -> Findings:
     """The warning before the limit leaves time for the iteration, or evaluation, that goes on, and
     for a save.
@@ -365,30 +336,22 @@ def signal(job: JobCheck) -> Findings:
     only saves.
     """
     # it ends before, even if predicted too short
-    if job.limit_s == math.inf or job.needed_s * MARGIN <= job.limit_s:
+    if job.needed_s * MARGIN <= job.limit_s:
         return
-    asked = re.fullmatch(r"(?:R?B?:)?\w+(?:@(\d+))?", job.directives.get("signal", ""))
-    signal_s = 0.0
-    if asked:
-        signal_s = float(asked[1] or SIGNAL_S)
-    own_s = job.plan.run.exit_duration_minutes * 60
-    left_s = signal_s
-    if own_s:
-        left_s = max(signal_s, job.limit_s - own_s)
+    left_s = 0.0
+    if "signal" in job.directives:
+        asked = re.search(r"@(\d+)$", job.directives["signal"])
+        left_s = float(asked[1]) if asked else SIGNAL_S
+    if own_s := job.plan.run.exit_duration_minutes * 60:
+        left_s = max(left_s, job.limit_s - own_s)
     step_s = job.prediction.sec_per_it + job.evaluation_s
     need_s = step_s + job.save_s
     if not 0 < left_s < need_s:
         return
+    message = f"{left_s:.0f} s before the limit are less than {need_s:.0f} s ({step_s:.0f} s of an "
+    message += f"iteration, {job.save_s:.0f} s of a save, predicted): nothing is saved"
     # in half minutes
-    enough_s = math.ceil(max(MARGIN * need_s, SIGNAL_S) / 30) * 30
-    remedy = f"--signal-s {enough_s}"
-    if left_s != signal_s:
-        remedy = f"at most {(job.limit_s - enough_s) / 60:.0f} minutes"
-    step = f"{step_s:.0f} s of an iteration"
-    if job.evaluation_s:
-        step += " and an evaluation"
-    message = f"{left_s:.0f} s before the limit are less than {need_s:.0f} s ({step}, "
-    message += f"{job.save_s:.0f} s of a save, predicted): nothing is saved"
+    remedy = f"--signal-s {math.ceil(max(MARGIN * need_s, SIGNAL_S) / 30) * 30}"
     if left_s < job.prediction.sec_per_it:
         yield refusal("signal", message, remedy)
     else:
@@ -396,11 +359,14 @@ def signal(job: JobCheck) -> Findings:
 
 
 def purpose(job: JobCheck) -> Findings:
-    """Tokens and epochs are those of a training of that size; a benchmark is called one, once."""
-    if job.site.is_local:
-        return
+    """The tokens are those of a training of that size, or the run is called a benchmark.
+
+    No published training has fewer than one token a parameter: OPT-175B had 180e9 tokens (Zhang et
+    al. 2022, arXiv:2205.01068), GPT-3 1.7 a parameter, BLOOM 2.1.
+    """
     plan, size = job.plan, job.plan.shape.parameters
     tokens = plan.samples * plan.shape.seq_length
+<<<<<<< HEAD
     is_benchmark = plan.run.train_iters <= BENCHMARK_ITERS and tokens < size
     # no published training has fewer than one token a parameter: OPT-175B had 180e9 tokens (Zhang
     # et al. 2022, arXiv:2205.01068), GPT-3 1.7 a parameter, BLOOM 2.1
@@ -412,3 +378,16 @@ def purpose(job: JobCheck) -> Findings:
         iterations = plan.run.ramp.iterations(samples, plan.topology.gbs)
         remedy = f"a training of {TOKENS_PER_PARAMETER:g} tokens a parameter (Chinchilla) takes "
         yield warning("tokens", message, f"{remedy}train_iters={iterations:,}")
+=======
+    if job.site.is_local or tokens >= size:
+        return
+    what = "no published training has so few"
+    if plan.run.train_iters <= BENCHMARK_ITERS:
+        what = "a benchmark"
+    message = f"{plan.run.train_iters:,} iterations are {tokens / size:.2g} tokens for each of "
+    message += f"{size / 1e9:.3g}B parameters: {what}"
+    samples = math.ceil(TOKENS_PER_PARAMETER * size / plan.shape.seq_length)
+    iterations = plan.run.ramp.iterations(samples, plan.topology.gbs)
+    remedy = f"a training of {TOKENS_PER_PARAMETER:g} tokens a parameter (Chinchilla) takes "
+    yield warning("tokens", message, f"{remedy}train_iters={iterations:,}")
+>>>>>>> b3fa8ba3 (Checks and attempts that no one would miss leave)

@@ -5,7 +5,7 @@ progress.
 import contextlib
 import functools
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,6 @@ PATIENCE_S = 15.0
 SETTLE_S = 10.0
 # who gets a lock only after so long has waited for another process
 WAITED_S = 0.1
-ALARMS = ("SLOW", "NOT FINITE", storage.NOT_SAVED, storage.NO_ROOM)
 
 
 class ActiveJob(ValueError):
@@ -390,34 +389,22 @@ def _unexplained(run: Run, job: JobState) -> RunStatus:
         if event["id"] == job.id and is_forgotten and event["status"] in list(Status):
             return status_of(Status(event["status"]), event["evidence"])
     evidence = f"SLURM: {job.state}; the log gives no reason"
-    printed = output(run.folder, job.id)
+    printed = run.folder / f"slurm-{job.id}.out"
     lines = [line for line in _tail(printed, 20) if line.strip()]
     if lines:
         evidence = f"{printed.name}: {lines[-1].strip()}"
     return status_of(Status.UNFINISHED if is_forgotten else Status.CRASHED, evidence)
 
 
-def output(folder: Path, job: str) -> Path:
-    """What the job prints, by its script."""
-    return folder / f"slurm-{job}.out"
-
-
 def logs(folder: Path, lines: int = 20) -> list[str]:
-    """The last lines of a run's log, or of the output of its last job where this failed before it
-    wrote a log.
+    """The last lines of what was written last: a run's log, or the output of one of its jobs, such
+    as one that failed before it wrote a log.
 
     Raises ValueError where there is neither.
     """
-    run = Run(folder)
-    log = folder / "run.log"
-    refused = run.job_ids("refused")
-    for job in reversed(run.job_ids()):
-        if job not in refused and output(folder, job).is_file():
-            if job not in run.job_ids("started") or not log.exists():
-                log = output(folder, job)
-            break
-    require(log.exists(), "run folder", folder, "has no run.log yet")
-    return _tail(log, lines)
+    logs = [*folder.glob("run.log"), *folder.glob("slurm-*.out")]
+    require(bool(logs), "run folder", folder, "has no run.log yet")
+    return _tail(max(logs, key=lambda path: path.stat().st_mtime_ns), lines)
 
 
 def _tail(path: Path, lines: int) -> list[str]:
@@ -432,44 +419,26 @@ def watch(folders: Sequence[Path], every_s: float, seconds: float) -> Iterator[s
     itself, with that reason.
     """
     deadline = time.monotonic() + seconds
+    shown: list[str] = []
     is_away = False
-    before: Mapping[Path, JobStatus] = {}
     while True:
         try:
             client.require_answer()
-            now = dict(zip(folders, job_status(folders), strict=True))
+            jobs = job_status(folders)
         except client.SlurmError as error:  # an update or a restart of the controller takes minutes
             if not is_away:
                 yield f"SLURM does not answer, asked again every {every_s:g} s: {error}"
             is_away = True
         else:
-            if is_away:
-                yield "SLURM answers again"
             is_away = False
-            for folder, job in now.items():
-                line = _news(job, before.get(folder))
-                if line:
-                    yield line
-            before = now
-            if not any(job.status.is_active for job in now.values()):
+            lines = [replace(job, elapsed="").summary() for job in jobs]
+            yield from [line for line in lines if line not in shown]
+            shown = lines
+            if not any(job.status.is_active for job in jobs):
                 return
         if time.monotonic() + every_s > deadline:
             return
         time.sleep(every_s)
-
-
-def _news(job: JobStatus, old: JobStatus | None) -> str:
-    """A line where something is new, else ""."""
-    if old is None or (old.id, old.state, old.status) != (job.id, job.state, job.status):
-        died = "DIED: " if job.has_failed else ""
-        state = f"job {job.id} {job.state} {job.reason or job.nodes}"
-        return f"{job.run}: {state}: {died}{job.status} {job.evidence}".rstrip()
-    is_alarm = job.evidence.startswith(ALARMS) or old.evidence.startswith(ALARMS)
-    if job.exclude != old.exclude or (is_alarm and job.evidence != old.evidence):
-        return f"{job.run}: {job.evidence}"
-    if old.iteration != job.iteration:
-        return f"{job.run}: iteration {job.iteration} of {job.iterations}"
-    return ""
 
 
 def hostfile(job: str, plan: Plan) -> str:

@@ -39,7 +39,7 @@ NAMES = (
     *("engine", "cluster", "nodes", "tp", "precision", "qos time", "qos gpus", "account"),
     *("memory", "trace", "host memory", "time", "checkpoints", "script", "changes", "owner"),
     *("kill-on-bad-exit", "pipefail", "signal", "internet", "launcher", "container", "bash"),
-    *("sbatch", "data", "corpus", "shared", "tokens", "epochs", "disk", "inodes", "run folder"),
+    *("sbatch", "data", "corpus", "shared", "tokens", "disk", "inodes", "run folder"),
     *("checkpoint", "gbs", "ramp", "tp x pp x dp", "pp"),
 )
 # about this machine, where it is not the cluster
@@ -351,7 +351,6 @@ CHECKS: tuple[Callable[[JobCheck], Findings], ...] = (
     checks.data,
     checks.storage,
     checks.time,
-    checks.interval,
     checks.signal,
     checks.purpose,
     resources,
