@@ -341,9 +341,7 @@ def of_every_command(capsys: pytest.CaptureFixture) -> list[float]:
     )
     dated = printed(capsys, "plan", "calendar", "found.json", "--tokens", "1e9", "--runs", "100")
     shutil.rmtree("chain", ignore_errors=True)
-    (link,) = printed(
-        capsys, "slurm", "chain", "found.json", "chain", "--site", "generic"
-    )["links"]
+    (link,) = printed(capsys, "slurm", "chain", "found.json", "chain", "--site", "generic")["links"]
     return [
         kept,
         shown,

@@ -28,11 +28,7 @@ from trilane.workspace.storage import available
 REFUSAL, WARNING = "refusal", "warning"
 # where many GPUs would wait for what a laptop could have found
 MANY_GPUS = 32
-<<<<<<< HEAD
-# of so few iterations a run is a benchmark, if it has less than a token a parameter, too
-=======
 # with less than a token a parameter, too
->>>>>>> b3fa8ba3 (Checks and attempts that no one would miss leave)
 BENCHMARK_ITERS = 1000
 # what is predicted may take so much longer
 MARGIN = 1.5
@@ -366,19 +362,6 @@ def purpose(job: JobCheck) -> Findings:
     """
     plan, size = job.plan, job.plan.shape.parameters
     tokens = plan.samples * plan.shape.seq_length
-<<<<<<< HEAD
-    is_benchmark = plan.run.train_iters <= BENCHMARK_ITERS and tokens < size
-    # no published training has fewer than one token a parameter: OPT-175B had 180e9 tokens (Zhang
-    # et al. 2022, arXiv:2205.01068), GPT-3 1.7 a parameter, BLOOM 2.1
-    if tokens < size:
-        what = "a benchmark" if is_benchmark else "no published training has so few"
-        message = f"{plan.run.train_iters:,} iterations are {tokens / size:.2g} tokens for each of "
-        message += f"{size / 1e9:.3g}B parameters: {what}"
-        samples = math.ceil(TOKENS_PER_PARAMETER * size / plan.shape.seq_length)
-        iterations = plan.run.ramp.iterations(samples, plan.topology.gbs)
-        remedy = f"a training of {TOKENS_PER_PARAMETER:g} tokens a parameter (Chinchilla) takes "
-        yield warning("tokens", message, f"{remedy}train_iters={iterations:,}")
-=======
     if job.site.is_local or tokens >= size:
         return
     what = "no published training has so few"
@@ -390,4 +373,3 @@ def purpose(job: JobCheck) -> Findings:
     iterations = plan.run.ramp.iterations(samples, plan.topology.gbs)
     remedy = f"a training of {TOKENS_PER_PARAMETER:g} tokens a parameter (Chinchilla) takes "
     yield warning("tokens", message, f"{remedy}train_iters={iterations:,}")
->>>>>>> b3fa8ba3 (Checks and attempts that no one would miss leave)
