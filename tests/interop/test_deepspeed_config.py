@@ -1,11 +1,8 @@
 """DeepSpeed's JSON has the settings of the plan, and what differs in a user's JSON is named."""
 
-import json
-
 import pytest
 from recorded import compare
 
-from trilane.cli.app import main
 from trilane.config.cluster import cluster
 from trilane.config.model import ModelShape
 from trilane.config.parallelism import Topology
@@ -92,9 +89,3 @@ def test_the_planner_counts_the_buckets_that_the_engine_asks_for(zero, buckets):
         for t in (made.topology, Topology())
     ]
     assert held[0] - held[1] == 3 * 2 * asked
-
-
-def test_the_command_prints_the_json_of_a_plan(tmp_path, capsys):
-    (tmp_path / "plan.json").write_text(json.dumps(plan().to_json()))
-    assert main(["convert", "deepspeed", str(tmp_path / "plan.json")]) == 0
-    assert json.loads(capsys.readouterr().out) == deepspeed_config(plan(), compiler=True)

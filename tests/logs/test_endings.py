@@ -6,9 +6,8 @@ import random
 from pathlib import Path
 
 import pytest
-from test_log_dialects import M2021, TITAN, m2021
+from test_log_dialects import TITAN, m2021
 
-from trilane.logs.endings import Level, reported, superseded
 from trilane.logs.run import read_log, read_logs
 from trilane.workspace.status import Status
 
@@ -204,7 +203,6 @@ TORCHRUN = ELASTIC.replace("rank      : 9 (local", "rank      : 17 (local")
         (WORLD + PEERS + ECC + SRUN.replace("task 6", "task 17"), ("GPU error", ("r1n1",), "r1n1", 17)),
         (PEERS + ECC + SRUN.replace("task 6", "task 17"), ("GPU error", (), "", 17)),
         (PEERS + "17: " + ECC + SRUN.replace("task 6", "task 17"), ("GPU error", ("r1n1",), "r1n1", 17)),
-        (PEERS + "4: " + ECC + SRUN.replace("task 6", "task 4"), ("GPU error", ("r1n1",), "r1n1", 17)),
         ("4: " + ECC[10:] + SRUN.replace("task 6", "task 4"), ("GPU error", ("r1n1",), "r1n1", None)),
         (KERNEL + SRUN + SRUN.replace("r1n1", "r1n2"), ("GPU error", (), "", None)),
         (KILLER + "srun: error: r1n3: task 3: Out Of Memory\n", ("host memory", ("r1n3",), "", None)),
@@ -233,60 +231,6 @@ def test_the_first_cause_counts_and_names_the_node_at_fault(tmp_path, text, expe
     """
     log = read_log(old(tmp_path, FIVE + text))
     assert (log.status, log.hosts, log.exclude, log.rank) == expected
-
-
-GPUS = "".join(
-    f"{host}:{80 + r}:99 [{r % 8}] NCCL INFO comm 0x55d rank {r} nranks 16 cudaDev {r % 8} busId 1b000 - Init COMPLETE\n"
-    for r, host in ((4, "gpu01"), (12, "gpu02"))
-)
-ONE_CARD = "{}RuntimeError: CUDA error: uncorrectable ECC error encountered\n"
-CLOSING = "torch.distributed.elastic.multiprocessing.api: [WARNING] Sending process 9 closing signal SIGTERM\n"
-TASKS = "srun: error: gpu02: task 1: Exited with exit code 1\n"
-
-
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("using world size: 16\n" + GPUS + ONE_CARD.format("[default4]:[rank12]: "), ("GPU error", "gpu02", 12)),
-        (GPUS + ONE_CARD.format("[default4]:[rank12]: "), ("GPU error", "", 12)),
-        (GPUS + ONE_CARD.format("[default4]:"), ("GPU error", "", None)),
-        ("using world size: 16\n" + GPUS + GPUS.replace("gpu02", "gpu03") + ONE_CARD.format("[rank12]: "), ("GPU error", "", 12)),
-        (ONE_CARD.format("1: ") + TASKS.replace("task 1", "tasks 0-7") + CLOSING, ("GPU error", "", None)),
-        ("using world size: 16, data-parallel-size: 16\n" + OOM.replace("[rank3]", "[default3]"), ("OOM", "", None)),
-        ("using world size: 4, data-parallel-size: 4\n" + OOM.replace("[rank3]", "[default3]"), ("OOM", "", 3)),
-        (ONE_CARD.format("[rank1]: ") + CLOSING + TASKS, ("GPU error", "", 1)),
-        (ONE_CARD.format("[rank1]: ") + CLOSING + TASKS + TASKS.replace("gpu02: task 1", "gpu01: task 0"), ("GPU error", "", 1)),
-        (ONE_CARD.format("[rank1]: ") + TASKS + TASKS.replace("gpu02: task 1", "gpu01: task 0"), ("GPU error", "", 1)),
-        (ONE_CARD.format("[rank1]: ") + TASKS + TASKS.replace("gpu02: task 1", "gpu01: task 2,3"), ("GPU error", "gpu02", 1)),
-        (CLOSING + TASKS, ("crashed", "", None)),
-        (TASKS, ("crashed", "", None)),
-        (TASKS.replace("task 1", "tasks 8-9"), ("crashed", "", None)),
-        (WORLD + TASKS.replace("task 1", "task 16"), ("crashed", "", 16)),
-    ],
-)  # fmt: skip
-def test_a_number_on_a_node_is_no_rank_of_a_run_of_several_nodes(tmp_path, text, expected):
-    """torchrun numbers the ranks of each node from 0, and is srun's one task there; no healthy node
-    is excluded.
-    """
-    log = read_log(old(tmp_path, FIVE + text))
-    assert (log.status, log.exclude, log.rank) == expected
-
-
-def test_what_the_evidence_leaves_open_is_said(tmp_path):
-    caveats = []
-    for line in (
-        SRUN.replace("Exited with exit code 1", "Killed"),
-        ECC.replace("uncorrectable ECC", "an illegal memory"),
-        ECC,
-    ):
-        (tmp_path / "a.log").write_text(FIVE + line)
-        log = read_log(tmp_path / "a.log")
-        caveats.append(log.caveat)
-    assert (
-        "OOM killer" in caveats[0]
-        and "program or the card" in caveats[1]
-        and "on rank 17; its node is not known" in caveats[2]
-    )
 
 
 JOB = "[rank0]:[titan] 2026-08-01 12:00:00,000 - root - INFO - Starting job: Llama 3 8B training\n"
@@ -329,11 +273,7 @@ BAD = [
     ("broken.log.gz", gzip.compress(FIVE.encode() * 50)[:80] + b"\0" * 300, "a damaged gzip file"),
     ("zeros.log", bytes(5000), "is a binary file"),
     ("binary.log", random.Random(1).randbytes(20000), "is a binary file"),
-    (
-        "prose.log",
-        b"step 1 of my recipe | iteration of soup\n" * 1000,
-        "holds no iteration line; line 1 looks like one: ",
-    ),
+    ("prose.log", b"step 1 of my recipe | iteration of soup\n" * 1000, "holds no iteration line"),
 ]
 
 
@@ -358,13 +298,12 @@ HARD = [
     ("a progress bar over itself", b"10%\r20%\r" + TEN.encode().replace(b"\n", b"\r100%\n")),
     ("escape codes", TEN.replace(" | ", "\x1b[0m | \x1b[32m").encode()),
     ("a line of 10 MB", b"x" * 10_000_000 + b"\n" + TEN.encode()),
-    ("10 MB of brackets and bars in front", b"{'|[ " * 2_000_000 + TEN.encode()),
+    ("10 MB of brackets and bars", b"{'|[ " * 2_000_000 + b"\n" + TEN.encode()),
     ("4000 blank lines", b"\n" * 4000 + TEN.encode()),
     (
         "lines of blanks",
         b"".join(w + b" " * 2500 + b"\n" for w in (b"", b"time (ms) | ", b"|")) + TEN.encode(),
     ),
-    ("no line end at all", TEN.encode().replace(b"\n", b"")),
 ]
 
 
@@ -375,27 +314,3 @@ def test_a_hard_file_is_read_all_the_same(tmp_path, kind, content):
     assert list(log.iterations["iteration"]) == list(range(1, 11))
     assert set(log.iterations["lm_loss"]) == {5.0} and set(log.iterations["sec_per_it"]) == {2.0}
     assert any("ends early" in note for note in log.notes) is (kind == "gzip, still written")
-
-
-@pytest.mark.parametrize("block", [64, 1000, 4096])
-def test_where_a_block_ends_makes_no_difference(tmp_path, monkeypatch, block):
-    monkeypatch.setattr("trilane.logs.reading.blocks.BLOCK", block)
-    text = "".join(
-        M2021.format(i=i, n=90, c=i, ms=i, loss=i, k=0, b=4) + f"noise {i}\n" for i in range(1, 91)
-    )
-    (tmp_path / "a.log").write_text(text + TITAN.format(i=95, loss=2))
-    first, second = read_logs(tmp_path / "a.log")
-    assert list(first.iterations["lm_loss"]) == list(range(1, 91)) and len(second.iterations) == 1
-
-
-@pytest.mark.parametrize(
-    ("level", "rows", "later"),
-    [(Level.SCHEDULER, 5, 1000), (Level.ERROR, 5, 2), (Level.CAUSE, 1, 2), (Level.ERROR, 0, 1)],
-)
-def test_a_run_that_trains_on_after_a_message_did_not_end_by_it(level, rows, later):
-    found = reported(level, Status.CRASHED, b"ValueError: heads", rows)
-    assert [superseded(found, rows + more) for more in (0, later - 1, later)] == [
-        False,
-        False,
-        True,
-    ]

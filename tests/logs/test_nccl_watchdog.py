@@ -12,7 +12,7 @@ import re
 import pytest
 from test_log_dialects import m2021
 
-from trilane.logs.run import read_log, read_logs
+from trilane.logs.run import read_log
 
 START = "using world size: 8, data-parallel-size: 8\n" + "".join(map(m2021, range(1, 6)))
 CAUGHT = "[E ProcessGroupNCCL.cpp:616] [Rank {r}] Watchdog caught collective operation timeout: WorkNCCL(SeqNum={at}, OpType={op}, {size}, Timeout(ms)=600000) ran for 600038 milliseconds before timing out."
@@ -78,15 +78,6 @@ HANGS = {
         "".join(old(r, 9) for r in range(8) if r != 5),
         ["a process group: ranks 0-4, 6-7 of it: timed out in work 9 (ALLREDUCE)"],
     ),
-    "two groups": (
-        "".join(new(r, 1234, 1236) for r in range(6)) + new(6, 88, 90, TP, member=2) + dump(6, 1230) + dump(7, 1229),
-        [
-            f"TENSOR_MODEL_PARALLEL_GROUP 37: rank 6: {WORK.format(88, 90, 87)}",
-            "default_pg: rank 6: last enqueued 1230, last completed 1230",
-            "default_pg: rank 7: last enqueued 1229, last completed 1229",
-            f"default_pg: ranks 0-5: {WORK.format(1234, 1236, 1233)}",
-        ],
-    ),
     "an error is no timeout": (
         "[rank3]:[E ProcessGroupNCCL.cpp:1785] [PG ID 0 PG GUID 0(default_pg) Rank 3] Exception (either an error or timeout) detected "
         "by watchdog at work: 32, last enqueued NCCL work: 32, last completed NCCL work: 31.\n[rank3]: DistBackendError: NCCL error\n",
@@ -142,9 +133,3 @@ def test_of_a_group_at_random_no_rank_is_named_that_the_log_does_not_show(tmp_pa
         re.search(r": ranks? ([\d, -]*\d): nothing", line) for line in found if NONE in line
     ):
         assert size == world and ranks_in(silent[1]) == {*group} - {*reporters}
-
-
-def test_each_restart_has_its_own_hang(tmp_path):
-    hang = "".join(new(r, 9, 9) for r in range(8)) + "srun: error: r1: task 0: Aborted\n"
-    (tmp_path / "a.log").write_text(START + hang + START + "ValueError: a\n")
-    assert [len(log.collectives) for log in read_logs(tmp_path / "a.log")] == [1, 0]

@@ -2,19 +2,15 @@
 where they stand.
 """
 
-import gzip
-import json
-import re
-
 import pytest
-from test_log_dialects import FORK, TITAN, m2021, m2022
+from test_log_dialects import TITAN, m2021, m2022
 
-from trilane.analysis.measure import measure_log, skipped_iterations
+from trilane.analysis.measure import measure_log
 from trilane.logs.arguments import read_value
 from trilane.logs.reading.blocks import blocks
 from trilane.logs.reading.reader import Reader
-from trilane.logs.run import read_log, read_logs
-from trilane.logs.table import NumericTable, frame
+from trilane.logs.run import read_logs
+from trilane.logs.table import frame
 
 
 def runs(folder, text):
@@ -51,7 +47,6 @@ TUNE = "Step {} | loss:{} lr:2e-05 tokens_per_second_per_gpu:57.8\n"
 EVALUATION = "step 15: train loss 3.25, val loss 3.75, train ppl 14.07, val ppl 14.22\n"
 # the lines of a log, and the iterations of each run in it
 ORDER = {
-    "joined lines": (m2021(1).rstrip("\n") + m2021(2) + m2021(3), [[1, 2, 3]]),
     "copies of a rank": ("".join(f"[default{r}]:" + m2021(i) for i in UP for r in (3, 7)), [UP]),
     "ranks of a host, of which each has its own loss": (
         "".join(f"gpu2: [rank{r}]:" + m2021(i).replace("5.000000E+00", f"{5 + r}.0E+00") for i in UP for r in (3, 7)),
@@ -60,15 +55,10 @@ ORDER = {
     "copies without a name": ("".join(m2021(i) * 2 for i in UP), [UP]),
     "the same number with another loss": ("0: " + m2021(5) + "0: " + m2021(5, loss=4.5), [[5], [5]]),
     "a restart": (MANY + "".join(m2021(i, 99) for i in range(20, 25)), [[*range(1, 30)], [*range(20, 25)]]),
-    "a restart after its launch": (START + MANY + START + m2021(30, 99), [[*range(1, 30)], [30]]),
     "three programs": (MANY + TITAN.format(i=50, loss=2) + m2022(1), [[*range(1, 30)], [50], [1]]),
     "evaluations of nanoGPT": (EVALUATION + NANOGPT.format(10, 3.5) + EVALUATION + NANOGPT.format(20, 3.5), [[10, 20]]),
-    "two reporters": ("".join(NANOGPT.format(n, 6 - n / 9) + TUNE.format(n, 1.01 * (6 - n / 9)) for n in UP), [UP]),
     "bars": ("\r".join(bar(n, loss=f", v_num=0, train_loss={n}.5") for n in UP), [UP]),
-    "bars drawn before their loss": ("\r".join(bar(n, loss=f", v_num=0, train_loss={k}.5") for n in UP for k in (n - 1, n)), [UP]),
     "bars of ranks": ("\n".join(bar(n, loss=f", v_num=0, train_loss={n + r}") for n in UP for r in range(4)), [UP]),
-    "bars drawn with escape sequences": ("".join(f"\x1b[A\x1b[2K\r {bar(i)}\x1b[0m\n\x1b[1m{m2021(i)}\x1b[0m" for i in UP), [UP]),
-    "a resumed run of DeepSpeed": (deepspeed(136000), [[*range(136005, 136030, 5)]]),
     "two runs of DeepSpeed": (deepspeed(136000) + deepspeed(136010, 30), [[*range(136005, 136030, 5)], [*range(136015, 136040, 5)]]),
     "a hole that a file system left": (m2021(1).encode() + bytes(4096) + m2021(2).encode(), [[1, 2]]),
 }  # fmt: skip
@@ -92,7 +82,6 @@ TRAINER = {
     "steps of all": (dicts([10, 20, 30], ", 'global_step/max_steps': '{n}/1024'"), [10, 20, 30]),
     "bars before": (beside([10, 20, 30]), [10, 20, 30]),
     "bars on lines before": ("".join(f"{bar(n)}\n \n{hf(n)}" for n in (10, 20)), [10, 20]),
-    "bars on lines after": ("".join(f"{hf(n)}\n[17] \n{bar(n)}\n" for n in (10, 20)), [10, 20]),
     "bars of an evaluation": ("".join(f"{bar(n)}\n{hf(n)}{bar(n)}\n{bar(3, 7, name='Map')}\n" for n in (10, 20)), [10, 20]),
     "the others equally far apart": (hf(4.0) + beside([35, 40, 45]), [30, 35, 40, 45]),
     "the others not so": (hf(4.0) + beside([36, 41, 46]), [None] * 4),
@@ -135,40 +124,6 @@ def test_seconds_are_of_the_clock_the_bar_or_the_runtime_and_not_of_a_rounded_ra
     assert runs(tmp_path, MANY + deepspeed(1))[0].notes == (), "Megatron prints its seconds itself"
 
 
-@pytest.mark.parametrize("each", [0.18, 2.31, 3.5, 14.2, 61.0])
-def test_the_median_of_stamps_of_whole_seconds_is_right_to_three_percent(tmp_path, each):
-    times = [divmod(int(0.37 + each * i), 3600) for i in range(1, 400)]
-    steps = [
-        f"{h + 1:02d}:{s // 60:02d}:{s % 60:02d} [Rank 0] step={i}, skipped=0, lr=[1e-05]\n"
-        for i, (h, s) in enumerate(times)
-    ]
-    (log,) = runs(tmp_path, "".join(f"01/31/2026 {step}" for step in steps[1:]))
-    assert log.iterations["sec_per_it"].median() == pytest.approx(each, rel=0.03)
-
-
-def test_a_line_that_is_cut_broken_or_of_a_skipped_iteration_has_no_number_of_another(tmp_path):
-    whole = m2021(5)
-    for end in range(0, len(whole) - 1, 3):
-        (log,) = runs(tmp_path, m2021(4) + whole[:end])
-        if len(log.iterations) == 2:
-            row = log.iterations.iloc[1].dropna()
-            assert (row.sec_per_it, row.get("lm_loss", 5.0), row.get("global_batch_size", 4)) == (
-                2.0,
-                5.0,
-                4,
-            )
-    skipped = re.sub(r"lm loss: \S+ \| ", "", m2021(2, k=1))
-    (log,) = runs(tmp_path, m2021(1) + skipped + m2021(3).replace("lm loss", "loss"))
-    assert list(log.iterations["lm_loss"].isna()) == [False, True, False]
-    broken = "time (ms) | forward: 1.0 | forward: 2.0 | iteration: 3.0\nsteps: 9 loss: 1.2.3 iter time (s): 1..5 samples/sec: .\n"
-    (log,) = runs(
-        tmp_path, m2021(1) + broken + m2021(2).replace("8 |", "9" * 30 + " |", 1) + m2021(3)
-    )
-    assert list(log.iterations["sec_per_it"]) == [2.0] * 3 and list(log.timers["forward"]) == [
-        0.001
-    ]
-
-
 def test_memory_and_loss_are_those_of_the_ranks_that_have_them(tmp_path):
     text = "".join(
         f"[default0]:[rank{r}]:" + TITAN.format(i=i, loss=5.0 if r else -1)
@@ -199,21 +154,6 @@ def test_a_unit_that_changes_under_its_label_is_put_right(tmp_path):
     assert runs(tmp_path, slow_start)[0].notes == (), "compiling is no change of unit"
 
 
-def test_steps_that_deepspeed_skipped_and_tokens_of_a_curriculum_are_the_runs(tmp_path):
-    step = "[2023-05-01 10:00:{1:02d},000] [INFO] [Rank 0] step={0}, skipped={2}, lr=[0.001]\n"
-    text = "".join(
-        bar(n, 2410, n // 50) + step.format(n, n // 50, n - 5) + hf(6 - n / 999)
-        for n in (500, 1000, 2000)
-    )
-    assert skipped_iterations(runs(tmp_path, text)[0]) == 1995
-    arguments = "------ arguments ------\n  seq_length ... 2048\n  num_layers ... 8\n  hidden_size ... 512\n  num_attention_heads ... 8\n  padded_vocab_size ... 50304\n  world_size ... 8\n"
-    line = FORK.replace("seqlen:  2048", "seqlen:    64").replace("10 |", "100 |")
-    measured = measure_log(
-        runs(tmp_path, arguments + "".join(line.replace(" 4/", f" {i}/") for i in range(1, 30)))[0]
-    )
-    assert measured.tokens_per_s == 32 * 64 / 1.6 and measured.config.shape.seq_length == 64
-
-
 PREFIXES = [
     "[1745]: ",
     "jz-a100-3: ",
@@ -240,20 +180,6 @@ def test_what_stands_before_a_line_takes_nothing_from_it(tmp_path, prefix):
         found = runs(tmp_path, "".join(prefix + line for line in text.splitlines(True)))
         assert len(found) == len(plain) == 1 and found[0].iterations.equals(plain[0].iterations)
         assert found[0].timers.equals(plain[0].timers)
-
-
-@pytest.mark.parametrize("prefix", ["{}: ", "jz-a100-{}: "])
-def test_ranks_that_print_the_same_iterations_at_their_own_pace_are_one_run(tmp_path, prefix):
-    lags = [
-        (i + lag, m2021(i, 100, ms=2000.0 + r), r)
-        for r, lag in ((0, 0), (1, 3), (2, 1))
-        for i in range(1, 30)
-    ]
-    text = "".join(
-        prefix.format(rank) + line for _, line, rank in sorted(lags, key=lambda entry: entry[0])
-    )
-    (log,) = runs(tmp_path, text)
-    assert list(log.iterations["iteration"]) == list(range(1, 30))
 
 
 FAILED = 'Traceback (most recent call last):\n  File "a.py", line 1\nValueError: no such index\n'
@@ -345,40 +271,3 @@ def test_a_file_that_grows_is_read_as_far_as_it_goes_and_one_that_shrinks_is_ref
     path.write_text(m2021(1))
     with pytest.raises(ValueError, match=r"^log=.*a.log: became shorter while it was read"):
         list(read)
-
-
-def test_a_gzip_file_of_many_members_is_one_stream(tmp_path):
-    parts = b"".join(gzip.compress(line.encode()) for line in MANY.splitlines(True))
-    assert len(runs(tmp_path, parts)[0].iterations) == 29
-
-
-def test_our_own_steps_are_the_text_of_the_terminal(tmp_path):
-    rows = [
-        {"iteration": i, "sec_per_it": 0.25, "tflops": 2.0, "lm_loss": 5.5, "skipped": 0}
-        for i in range(1, 30)
-    ]
-    (log,) = runs(tmp_path, "".join(json.dumps(row) + "\n" for row in rows))
-    assert (log.dialect, len(log.iterations), set(log.iterations["lm_loss"])) == (
-        "trilane",
-        29,
-        {5.5},
-    )
-    assert read_log(tmp_path / "a.log").first_iteration == 1
-
-
-def test_what_comes_late_is_added_to_one_of_the_last_64_rows_where_it_lacks():
-    table = NumericTable()
-    for number in range(70):
-        table.add({"iteration": number, "loss": 5.0} if number % 2 else {"iteration": number})
-    for number in (5, 6, 7, 68):
-        table.fill(number, {"loss": 4.0, "norm": number})
-    table.change_last({"loss": 3.0})
-    found = frame(table.columns(), ("iteration",))
-    assert found["iteration"].dtype == "int64" and found["norm"].dropna().to_dict() == {
-        6: 6,
-        7: 7,
-        68: 68,
-    }
-    assert found["loss"].iloc[[5, 7, 6, 68, 69]].tolist() == [5, 5, 4, 4, 3] and table.last(
-        "norm"
-    ) != table.last("norm")

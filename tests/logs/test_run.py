@@ -1,14 +1,9 @@
 """Reading logs: every iteration line once, in seconds and bytes; and the numbers made of them."""
 
-import json
-
 import pandas as pd
 import pytest
-from support import small_plan
 
-from trilane.analysis.collect import MeasuredRuns
 from trilane.analysis.loss_curve import join
-from trilane.analysis.measure import measure
 from trilane.logs.run import read_log, read_run_folder
 from trilane.workspace.status import RunStatus, write_status
 
@@ -81,21 +76,6 @@ def test_an_iteration_that_a_resumed_run_trained_again_counts_once(tmp_path):
     assert list(rows["lm_loss"]) == pytest.approx(
         [5.9, 5.8, 5.7, 5.6, 2.5, 2.4, 2.3, 2.2, 2.1, 2.0]
     )
-
-
-def test_a_run_becomes_one_row_of_the_table(tmp_path):
-    plan = small_plan(dp=2, train_iters=10)
-    (tmp_path / "plan.json").write_text(json.dumps(plan.to_json()))
-    (tmp_path / "run.log").write_text(
-        log_text().replace("(TFLOP/s/GPU): 1.5", "(TFLOP/s/GPU): 0.0")
-    )  # as a CPU prints
-    m = measure(tmp_path, warm_up=4)
-    assert m.sec_per_it == pytest.approx(0.2075)
-    assert m.tokens_per_s == pytest.approx(4 * 32 / 0.2075)
-    assert m.flops_per_s_per_gpu == pytest.approx(plan.shape.flops_per_iteration(4) / 0.2075 / 2)
-    assert m.memory_bytes == 512 * 2**20
-    row = MeasuredRuns(runs=[m]).to_frame().iloc[0]
-    assert (row["gpus"], row["dp"], row["loss"], row["status"]) == (2, 2, 5.0, "completed")
 
 
 def test_a_resumed_run_has_each_evaluation_once(tmp_path):

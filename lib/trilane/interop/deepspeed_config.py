@@ -6,6 +6,8 @@ from trilane.config.parallelism import Topology
 from trilane.config.plan import Plan
 from trilane.costmodel.columns import columns_of
 
+NEVER = 10**9  # steps: the engine reports itself
+
 
 def deepspeed_config(plan: Plan, *, compiler: bool) -> dict[str, Any]:
     """DeepSpeed's JSON object for the plan: `json.dumps(deepspeed_config(read_plan("plan.json"),
@@ -16,33 +18,34 @@ def deepspeed_config(plan: Plan, *, compiler: bool) -> dict[str, Any]:
     times as fast as torch's on the host, by its docstring). A file for a job assumes a compiler;
     the engine checks its nodes and records the JSON that it used.
     """
-    o, t = plan.optimizer, plan.topology
-    adam = {
-        "lr": o.lr,
-        "betas": [o.adam_beta1, o.adam_beta2],
-        "eps": o.adam_eps,
-        "weight_decay": o.weight_decay,
+    optimizer = plan.optimizer
+    topology = plan.topology
+    adam: dict[str, Any] = {
+        "lr": optimizer.lr,
+        "betas": [optimizer.adam_beta1, optimizer.adam_beta2],
+        "eps": optimizer.adam_eps,
+        "weight_decay": optimizer.weight_decay,
     }
-    own, fused = compiler and t.adam == "fused", {"fused": True} if t.adam == "fused" else {}
-    return {
-        "train_batch_size": t.gbs,
-        "train_micro_batch_size_per_gpu": t.mbs,
-        "gradient_accumulation_steps": t.microbatches,
-        "gradient_clipping": o.clip_grad,
-        "optimizer": {
-            "type": "AdamW",
-            "params": adam if own else {**adam, "torch_adam": True, **fused},
-        },
+    config = {
+        "train_batch_size": topology.gbs,
+        "train_micro_batch_size_per_gpu": topology.mbs,
+        "gradient_accumulation_steps": topology.microbatches,
+        "gradient_clipping": optimizer.clip_grad,
+        "optimizer": {"type": "AdamW", "params": adam},
         "zero_optimization": _zero(plan),
-        **({} if own else {"zero_force_ds_cpu_optimizer": False}),
-        **_precision(t),
-        # each tensor-parallel rank sends its whole activation, as in Megatron
-        **(
-            {"pipeline": {"pipe_partitioned": False, "grad_partitioned": False}} if t.pp > 1 else {}
-        ),
+        **_precision(topology),
         "wall_clock_breakdown": False,
-        "steps_per_print": 10**9,  # never: the engine reports itself
+        "steps_per_print": NEVER,
     }
+    if topology.adam != "fused" or not compiler:
+        adam["torch_adam"] = True
+        config["zero_force_ds_cpu_optimizer"] = False
+        if topology.adam == "fused":
+            adam["fused"] = True
+    if topology.pp > 1:
+        # each tensor-parallel rank sends its whole activation, as in Megatron
+        config["pipeline"] = {"pipe_partitioned": False, "grad_partitioned": False}
+    return config
 
 
 def _zero(plan: Plan) -> dict[str, Any]:
@@ -52,31 +55,35 @@ def _zero(plan: Plan) -> dict[str, Any]:
     Stage 3 prefetches 0.9 h^2 values and keeps parameters below 10 h, the values of Hugging Face's
     Trainer for "auto".
     """
-    t, h = plan.topology, plan.shape.hidden_size
+    topology = plan.topology
+    h = plan.shape.hidden_size
+    zero: dict[str, Any] = {"stage": topology.zero}
+    if topology.zero > 0:
+        zero["overlap_comm"] = topology.overlap_grad_reduce
+    if topology.zero > 0 and topology.buckets == "layer":
+        bucket = int(columns_of(plan.shape, topology).bucket_values)
+        zero["reduce_bucket_size"] = bucket
+        if topology.zero < 3:
+            zero["allgather_bucket_size"] = bucket
+        else:
+            zero["stage3_prefetch_bucket_size"] = int(0.9 * h * h)
+            zero["stage3_param_persistence_threshold"] = 10 * h
     pinned = {"device": "cpu", "pin_memory": plan.cluster.gpu.kind != "cpu"}
-    zero: dict[str, Any] = {"stage": t.zero}
-    if t.zero > 0:
-        zero |= {"overlap_comm": t.overlap_grad_reduce}
-    if t.zero > 0 and t.buckets == "layer":
-        bucket = int(columns_of(plan.shape, t).bucket_values)
-        zero |= {"reduce_bucket_size": bucket}
-        zero |= (
-            {"allgather_bucket_size": bucket}
-            if t.zero < 3
-            else {"stage3_prefetch_bucket_size": int(0.9 * h * h)}
-        )
-        zero |= {"stage3_param_persistence_threshold": 10 * h} if t.zero == 3 else {}
-    zero |= {"offload_optimizer": pinned} if t.offload != "none" else {}
-    return zero | ({"offload_param": pinned} if t.offload == "full" else {})
+    if topology.offload != "none":
+        zero["offload_optimizer"] = pinned
+    if topology.offload == "full":
+        zero["offload_param"] = pinned
+    return zero
 
 
-def _precision(t: Topology) -> dict[str, Any]:
+def _precision(topology: Topology) -> dict[str, Any]:
     """fp16 starts at loss scale 2^16. Stage 1 in bf16 with fp32 gradients is DeepSpeed's
     BF16_Optimizer.
     """
-    if t.precision == "fp32":
+    if topology.precision == "fp32":
         return {}
-    sums = {"data_types": {"grad_accum_dtype": "fp32" if t.fp32_gradients else t.precision}}
-    if t.precision == "bf16":
+    dtype = "fp32" if topology.fp32_gradients else topology.precision
+    sums = {"data_types": {"grad_accum_dtype": dtype}}
+    if topology.precision == "bf16":
         return {"bf16": {"enabled": True}, **sums}
     return {"fp16": {"enabled": True, "loss_scale": 0, "initial_scale_power": 16}, **sums}

@@ -41,24 +41,19 @@ def megatron_args(plan: Plan, prefixes: Sequence[str] = ()) -> Arguments:
     """
     if reason := unsupported_reason("megatron", plan.shape, plan.topology):
         raise ValueError(reason)
-    s, o = plan.shape, plan.optimizer
+    shape = plan.shape
     require(not plan.layer, "layer", plan.layer, "Megatron-LM trains its own")
-    require(
-        not s.embedding_layernorm,
-        "embedding_layernorm",
-        True,
-        "Megatron-LM has no LayerNorm of the embedding",
-    )
-    require(
-        s.rotary_base.is_integer(), "rotary_base", s.rotary_base, "Megatron-LM has whole numbers"
-    )
+    rule = "Megatron-LM has no LayerNorm of the embedding"
+    require(not shape.embedding_layernorm, "embedding_layernorm", True, rule)
+    base = shape.rotary_base
+    require(base.is_integer(), "rotary_base", base, "Megatron-LM has whole numbers")
     # its fused kernel alone has the tanh form, and validate_args() turns that off without biases
-    is_able = s.activation != "gelu-tanh" or s.biases == "all"
-    require(is_able, "activation", s.activation, "Megatron-LM has it with biases=all alone")
+    is_able = shape.activation != "gelu-tanh" or shape.biases == "all"
+    require(is_able, "activation", shape.activation, "Megatron-LM has it with biases=all alone")
     given: Arguments = {}
-    for part in (s, plan.topology, plan.run, o, plan.dropout):
-        given |= _own(part)
-    return {**given, **_words(plan), **_beside(plan), **_data(plan, prefixes)}
+    for part in (shape, plan.topology, plan.run, plan.optimizer, plan.dropout):
+        given |= _of_fields(part)
+    return {**given, **_words(plan), **_of_plan(plan), **_data(plan, prefixes)}
 
 
 def megatron_environment(plan: Plan) -> dict[str, str]:
@@ -74,96 +69,107 @@ def megatron_environment(plan: Plan) -> dict[str, str]:
 
 def megatron_text(arguments: Arguments, environment: Mapping[str, str] = {}) -> str:
     """The arguments for bash, one per line; above them what megatron_environment() has."""
+    exports = "".join(f"export {name}={value}\n" for name, value in environment.items())
     lines = [shlex.join([f"--{name}", *values]) for name, values in arguments.items()]
-    exports = [f"export {name}={value}\n" for name, value in environment.items()]
-    return "".join(exports) + " \\\n".join(lines)
+    return exports + " \\\n".join(lines)
 
 
-def _own(part: Any) -> Arguments:
+def _of_fields(part: Any) -> Arguments:
     """The fields of a dataclass that have an argument of their own; a default is given where
     programs' may differ.
     """
-    found: Arguments = {}
-    for f in fields(part):
-        value, name = getattr(part, f.name), f.metadata.get("megatron")
+    given: Arguments = {}
+    for field in fields(part):
+        name = field.metadata.get("megatron")
+        value = getattr(part, field.name)
         # the label names what is not so by default
-        is_usual = value == f.default and (
-            "label" in f.metadata or f.name in ("decay_samples", "init_std")
-        )
-        if name and not is_usual:
-            found[name] = [] if value is True else [str(value)]
-    return found
+        is_named = "label" in field.metadata or field.name in ("decay_samples", "init_std")
+        if name and not (is_named and value == field.default):
+            given[name] = [] if value is True else [str(value)]
+    return given
 
 
 def _words(plan: Plan) -> Arguments:
     """Megatron-LM's words for the fields with a choice; ValueError for what it has no argument for."""
-    found: Arguments = {}
+    given: Arguments = {}
     for field, words in known_arguments()["words"].items():
         value = getattr(plan.shape, field, None) or getattr(plan.topology, field)
         require(value in words, field, value, f"Megatron-LM has {', '.join(words)}")
         for argument in filter(None, words[value].split("--")):
             name, *values = argument.split()
-            found[name] = values
-    return found
+            given[name] = values
+    return given
 
 
-def _beside(plan: Plan) -> Arguments:
+def _of_plan(plan: Plan) -> Arguments:
     """What a plan has in another form. Gradients are accumulated in fp32, as in our engine; with
     bf16 this is Megatron-LM's default.
     """
-    s, t, run, ramp, coder = plan.shape, plan.topology, plan.run, plan.run.ramp, plan.data.tokenizer
-    shared, is_bytes = s.num_key_value_heads is not None, coder == "bytes"
-    skipped = [str(number) for first, last in run.skipped for number in range(first, last + 1)]
-    given: Arguments = {
-        "rampup-batch-size": [str(ramp.start), str(ramp.increment), str(ramp.samples)]
-    }
-    given = {
-        **(given if ramp.samples else {}),
-        **({"iterations-to-skip": skipped} if skipped else {}),
-    }
-    values = {
-        "max-position-embeddings": s.seq_length,
-        "train-samples": plan.samples,
-        "lr-decay-style": "cosine",
-        "eval-interval": run.eval_interval or 1000,
+    shape = plan.shape
+    topology = plan.topology
+    run = plan.run
+    ramp = run.ramp
+    values: dict[str, Any] = {}  # True is a switch, False is left out
+    if ramp.samples:
+        values["rampup-batch-size"] = (ramp.start, ramp.increment, ramp.samples)
+    if run.skipped:
+        values["iterations-to-skip"] = [
+            number for first, last in run.skipped for number in range(first, last + 1)
+        ]
+    values["max-position-embeddings"] = shape.seq_length
+    values["train-samples"] = plan.samples
+    values["lr-decay-style"] = "cosine"
+    values["eval-interval"] = run.eval_interval or 1000
+    if topology.precision == "fp16":
         # that of our engines; its default 2^32 skips the first iterations
-        "initial-loss-scale": 65536 if t.precision == "fp16" else None,
-        "no-bias-gelu-fusion": s.activation != "gelu-tanh",
-        # with --swiglu its default is not 4 h
-        "ffn-hidden-size": s.ffn if s.is_gated or s.ffn != 4 * s.hidden_size else None,
-        "norm-epsilon": s.norm_epsilon if s.norm_epsilon != ModelShape.norm_epsilon else None,
-        "use-distributed-optimizer": t.zero == 1,
-        **({"recompute-num-layers": t.recompute_layers} if t.recompute == "block" else {}),
-        "untie-embeddings-and-output-weights": not s.tied_embeddings,
-        "accumulate-allreduce-grads-in-fp32": t.precision != "fp32",
-        "group-query-attention": shared,
-        "num-query-groups": s.kv_heads if shared else None,
-        "rotary-base": int(s.rotary_base) if s.rotary_base != ModelShape.rotary_base else None,
-        "padded-vocab-size": s.vocab_size,
-        "timing-log-level": 2 if run.timers else None,
-        "tokenizer-type": "NullTokenizer" if is_bytes else "HuggingFaceTokenizer",
-        "tokenizer-model": None if is_bytes else coder,
+        values["initial-loss-scale"] = 65536
+    values["no-bias-gelu-fusion"] = shape.activation != "gelu-tanh"
+    # with --swiglu its default is not 4 h
+    if shape.is_gated or shape.ffn != 4 * shape.hidden_size:
+        values["ffn-hidden-size"] = shape.ffn
+    if shape.norm_epsilon != ModelShape.norm_epsilon:
+        values["norm-epsilon"] = shape.norm_epsilon
+    values["use-distributed-optimizer"] = topology.zero == 1
+    if topology.recompute == "block":
+        values["recompute-num-layers"] = topology.recompute_layers
+    values["untie-embeddings-and-output-weights"] = not shape.tied_embeddings
+    values["accumulate-allreduce-grads-in-fp32"] = topology.precision != "fp32"
+    if shape.num_key_value_heads is not None:
+        values["group-query-attention"] = True
+        values["num-query-groups"] = shape.kv_heads
+    if shape.rotary_base != ModelShape.rotary_base:
+        values["rotary-base"] = int(shape.rotary_base)
+    values["padded-vocab-size"] = shape.vocab_size
+    if run.timers:
+        values["timing-log-level"] = 2
+    if plan.data.tokenizer == "bytes":
+        values["tokenizer-type"] = "NullTokenizer"
         # ids of our tokenizer "bytes"; from core 0.18 on NullTokenizer ends a document by the last
         # of them, as we do, before by the next one, which no document has
-        "vocab-size": 257 if is_bytes else None,
-    }
-    # True is a switch
-    found = {
-        name: value for name, value in values.items() if value is not None and value is not False
-    }
-    return given | {name: [] if value is True else [str(value)] for name, value in found.items()}
+        values["vocab-size"] = 257
+    else:
+        values["tokenizer-type"] = "HuggingFaceTokenizer"
+        values["tokenizer-model"] = plan.data.tokenizer
+    given: Arguments = {}
+    for name, value in values.items():
+        if value is True:
+            given[name] = []
+        elif isinstance(value, tuple | list):
+            given[name] = [str(one) for one in value]
+        elif value is not False:
+            given[name] = [str(value)]
+    return given
 
 
 def _data(plan: Plan, prefixes: Sequence[str]) -> Arguments:
     """Without a split all documents are for training, as in our engines."""
     blend = plan.data.blend
     sources = list(prefixes) or [part.source for part in blend] or [plan.data.source]
-    require(
-        len(sources) == max(1, len(blend)),
-        "prefixes",
-        len(sources),
-        f"the plan has {max(1, len(blend))} sources",
-    )
-    weights = [repr(float(part.weight)) for part in blend]
-    weighted = [word for pair in zip(weights, sources, strict=False) for word in pair]
-    return {"data-path": weighted or sources, "split": [plan.data.split or "100,0,0"]}
+    count = max(1, len(blend))
+    require(len(sources) == count, "prefixes", len(sources), f"the plan has {count} sources")
+    path = sources
+    if blend:
+        path = []
+        for part, source in zip(blend, sources, strict=True):
+            path += [repr(float(part.weight)), source]
+    return {"data-path": path, "split": [plan.data.split or "100,0,0"]}

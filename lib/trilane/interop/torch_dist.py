@@ -26,20 +26,20 @@ from trilane.utils.tables import one_line
 from trilane.utils.validation import read_json, require
 from trilane.workspace.checkpoints import KINDS
 
-LATEST, WORD = "latest_checkpointed_iteration.txt", "embedding.word_embeddings.weight"
-FORMAT = {
-    "sharded_backend": "torch_dist",
-    "sharded_backend_version": 1,
-}  # megatron-core's defaults for common.pt
+LATEST = "latest_checkpointed_iteration.txt"
+WORD = "embedding.word_embeddings.weight"
+# megatron-core's defaults for common.pt
+FORMAT = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
 # What a module keeps beside its parameters, of fp8 alone: megatron-core asks for it, and takes None
 # for nothing.
-MODULES = [f"self_attention.{name}" for name in ("linear_qkv", "linear_proj", "core_attention")]
-MODULES += ["mlp.linear_fc1", "mlp.linear_fc2"]
+MODULES = [
+    *("self_attention.linear_qkv", "self_attention.linear_proj", "self_attention.core_attention"),
+    *("mlp.linear_fc1", "mlp.linear_fc2"),
+]
 MOST_BYTES = 1 << 28  # of .metadata: a chunk has some 150
 Sizes = Mapping[str, tuple[int, ...]]
-Places = dict[
-    str, tuple[str, tuple[tuple[int, int], ...]]
-]  # canonical name -> Megatron's key, the part of that tensor
+Box = tuple[tuple[int, int], ...]
+Places = dict[str, tuple[str, Box]]  # canonical name -> Megatron's key, the part of that tensor
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,7 +73,7 @@ class Inert(pickle.Unpickler):
         return {"Size": tuple, "OrderedDict": dict}.get(name, Held)
 
 
-def found(source: Path) -> Path | None:
+def checkpoint_folder(source: Path) -> Path | None:
     """The folder of Megatron's checkpoint: `source`, or the one that its newest iteration is in;
     None: another kind.
     """
@@ -82,12 +82,8 @@ def found(source: Path) -> Path | None:
     if not (source / LATEST).is_file():
         return None
     word = (source / LATEST).read_text(errors="replace").strip()
-    require(
-        bool(re.fullmatch(r"\d{1,12}|release", word)),
-        LATEST,
-        word,
-        "must be an iteration, or release",
-    )
+    is_name = bool(re.fullmatch(r"\d{1,12}|release", word))
+    require(is_name, LATEST, word, "must be an iteration, or release")
     return source / (word if word == "release" else f"iter_{int(word):07d}")
 
 
@@ -95,36 +91,24 @@ def read_index(folder: Path) -> Index:
     """What `.metadata` has; ValueError, one line, where it is damaged or of another format."""
     backend = read_json(folder / "metadata.json", "checkpoint")
     kind = backend.get("sharded_backend") if isinstance(backend, dict) else None
-    require(
-        kind == "torch_dist",
-        "checkpoint",
-        folder,
-        f"has sharded_backend {kind}; torch_dist is read",
-    )
+    rule = f"has sharded_backend {kind}; torch_dist is read"
+    require(kind == "torch_dist", "checkpoint", folder, rule)
     try:
         with (folder / ".metadata").open("rb") as file:
-            read = Inert(io.BytesIO(file.read(MOST_BYTES))).load()
-        infos = {(index.fqn, index.offset): info for index, info in read.storage_data.items()}
-        tensors = {
-            str(key): held
-            for key, held in read.state_dict_metadata.items()
-            if hasattr(held, "chunks")
-        }
-        chunks = {
-            key: [_chunk(chunk, infos[key, chunk.offsets]) for chunk in t.chunks]
-            for key, t in tensors.items()
-        }
-        # a chunk that is named twice could stand for one that is missing
-        twice = next(
-            (k for k, t in tensors.items() if len({c.offsets for c in t.chunks}) < len(t.chunks)),
-            "",
-        )
-        require(not twice, "tensor", twice, "has a chunk twice")
-        return Index(
-            folder=folder,
-            sizes={k: tuple(map(int, t.size)) for k, t in tensors.items()},
-            chunks=chunks,
-        )
+            metadata = Inert(io.BytesIO(file.read(MOST_BYTES))).load()
+        infos = {(index.fqn, index.offset): info for index, info in metadata.storage_data.items()}
+        sizes: dict[str, tuple[int, ...]] = {}
+        chunks: dict[str, list[dict[str, Any]]] = {}
+        for key, tensor in metadata.state_dict_metadata.items():
+            if hasattr(tensor, "chunks"):
+                # a chunk that is named twice could stand for one that is missing
+                offsets = {chunk.offsets for chunk in tensor.chunks}
+                require(len(offsets) == len(tensor.chunks), "tensor", key, "has a chunk twice")
+                sizes[str(key)] = tuple(map(int, tensor.size))
+                chunks[str(key)] = [
+                    _chunk(chunk, infos[str(key), chunk.offsets]) for chunk in tensor.chunks
+                ]
+        return Index(folder=folder, sizes=sizes, chunks=chunks)
     except OSError as error:
         rule = f".metadata: {error.strerror}"
     except Exception as error:  # whatever a pickle of something else makes of it
@@ -132,17 +116,13 @@ def read_index(folder: Path) -> Index:
     raise ValueError(f"checkpoint={folder}: {rule}")
 
 
-def _chunk(held: Any, info: Any) -> dict[str, Any]:
-    require(
-        bool(re.fullmatch(r"\w[\w.-]*", info.relative_path)),
-        "file",
-        info.relative_path,
-        "is no file's name",
-    )
-    box = [(first, first + n) for first, n in zip(held.offsets, held.sizes, strict=True)]
+def _chunk(chunk: Any, info: Any) -> dict[str, Any]:
+    name = info.relative_path
+    require(bool(re.fullmatch(r"\w[\w.-]*", name)), "file", name, "is no file's name")
+    edges = zip(chunk.offsets, chunk.sizes, strict=True)
     return {
-        "box": box,
-        "file": info.relative_path,
+        "box": [(first, first + size) for first, size in edges],
+        "file": name,
         "at": {"weight": (int(info.offset), int(info.length))},
     }
 
@@ -153,9 +133,8 @@ def place_of(name: str) -> tuple[str, int | None]:
     if not layer:
         return name, None
     part = layer[3].replace("input_layernorm.", "self_attention.linear_qkv.layer_norm_")
-    return layer[1] + part.replace("pre_mlp_layernorm.", "mlp.linear_fc1.layer_norm_"), int(
-        layer[2]
-    )
+    part = part.replace("pre_mlp_layernorm.", "mlp.linear_fc1.layer_norm_")
+    return layer[1] + part, int(layer[2])
 
 
 def flat(size: tuple[int, ...]) -> tuple[int, ...]:
@@ -167,52 +146,43 @@ def places(index: Index, sizes: Sizes, layers: int) -> Places:
     """The key of each canonical parameter and its part of that tensor; ValueError where the model
     is another.
     """
-    prefix = next(
-        (
-            k.removesuffix(WORD)
-            for k in index.sizes
-            if re.fullmatch(rf"(model\.|module\.)*{WORD}", k)
-        ),
-        "",
-    )
-    apart = any(
-        key.startswith(f"{prefix}decoder.layers.0.") for key in index.sizes
-    )  # each layer has its tensors
-    known: Places = {}
+    prefix = ""
+    for key in index.sizes:
+        if re.fullmatch(rf"(model\.|module\.)*{WORD}", key):
+            prefix = key.removesuffix(WORD)
+    # each layer has its tensors
+    are_apart = any(key.startswith(f"{prefix}decoder.layers.0.") for key in index.sizes)
+    every: Places = {}
     for name, size in sizes.items():
         key, layer = place_of(name)
-        whole, box = flat(size), tuple((0, n) for n in flat(size))
-        if layer is not None and apart:
+        whole = flat(size)
+        box: Box = tuple((0, length) for length in whole)
+        if layer is not None and are_apart:
             key = key.replace(".layers.", f".layers.{layer}.")
         elif layer is not None:
-            whole, box = (layers, *whole), ((layer, layer + 1), *box)
-        known[name] = prefix + key, box
+            whole = (layers, *whole)
+            box = ((layer, layer + 1), *box)
+        every[name] = (prefix + key, box)
         _require_size(index, prefix + key, whole)
-    keys = {key for key, _ in known.values()}
-    other = next((key for key in index.sizes if key not in keys and "optimizer." not in key), "")
-    require(not other, "tensor", other, "is in the checkpoint, and the plan's model has none")
-    return known
+    keys = {key for key, _ in every.values()}
+    for key in index.sizes:
+        is_ours = key in keys or "optimizer." in key
+        require(is_ours, "tensor", key, "is in the checkpoint, and the plan's model has none")
+    return every
 
 
 def _require_size(index: Index, key: str, wanted: tuple[int, ...]) -> None:
     """ValueError where the tensor is missing or has another size; a vocabulary may have more rows,
     of padding.
     """
-    require(
-        key in index.sizes, "tensor", key, "is in the plan's model, and the checkpoint has none"
-    )
-    has = index.sizes[key]
-    padded = (
-        key.endswith((WORD, "output_layer.weight"))
-        and has[1:] == wanted[1:]
-        and has[0] >= wanted[0]
-    )
-    require(
-        padded or has == wanted,
-        "tensor",
-        key,
-        f"has {list(has)} in the checkpoint, {list(wanted)} in the plan",
-    )
+    rule = "is in the plan's model, and the checkpoint has none"
+    require(key in index.sizes, "tensor", key, rule)
+    size = index.sizes[key]
+    is_right = size == wanted
+    if key.endswith((WORD, "output_layer.weight")):
+        is_right = size[1:] == wanted[1:] and size[0] >= wanted[0]
+    rule = f"has {list(size)} in the checkpoint, {list(wanted)} in the plan"
+    require(is_right, "tensor", key, rule)
 
 
 def by_kind(index: Index, key: str) -> dict[str, str]:
@@ -221,9 +191,9 @@ def by_kind(index: Index, key: str) -> dict[str, str]:
     """
     keys = {"weight": key}
     for kind, word in zip(KINDS, ("fp32_param", *KINDS[1:]), strict=True):
-        own = f"optimizer.state.{word}.{key}"
-        if own in index.sizes and index.sizes[own] == index.sizes[key]:
-            keys[kind] = own
+        state = f"optimizer.state.{word}.{key}"
+        if index.sizes.get(state) == index.sizes[key]:
+            keys[kind] = state
     return keys
 
 
@@ -231,15 +201,16 @@ def common(manifest: Mapping[str, Any], shape: ModelShape) -> dict[str, Any]:
     """What Megatron-LM's load_checkpoint() asks of common.pt; it then looks for no optimizer and no
     generators.
     """
-    sizes = {
-        name: getattr(shape, name) for name in ("num_layers", "hidden_size", "num_attention_heads")
-    }
-    places = {"max_position_embeddings": shape.seq_length, "padded_vocab_size": shape.vocab_size}
-    parallel = {"tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 1}
-    saved = {
-        "no_save_optim": True,
-        "no_save_rng": True,
-        "consumed_train_samples": manifest["consumed_samples"],
-    }
-    args = argparse.Namespace(**sizes, **places, **parallel, **saved)
+    args = argparse.Namespace(
+        num_layers=shape.num_layers,
+        hidden_size=shape.hidden_size,
+        num_attention_heads=shape.num_attention_heads,
+        max_position_embeddings=shape.seq_length,
+        padded_vocab_size=shape.vocab_size,
+        tensor_model_parallel_size=1,
+        pipeline_model_parallel_size=1,
+        no_save_optim=True,
+        no_save_rng=True,
+        consumed_train_samples=manifest["consumed_samples"],
+    )
     return {"args": args, "checkpoint_version": 3.0, "iteration": manifest["iteration"]}

@@ -14,6 +14,7 @@ from trilane.logs.table import NAN, Columns
 MOST_NUMBER = 1e15  # of an iteration; a larger one is damaged
 # factor between two rates of one run: one may be a running mean, or leave out what the other counts
 AGREE = 1.5
+AGREE_SAMPLES = 1.1
 # Seconds: the slowest row of data/measured.csv takes 870. FLOP/s: twice the dense 16-bit peak of a
 # B200. 0 and -1 stand for "not measured" (nanoGPT, DeepSpeed), but a loss of 0 for one that is NaN
 # (the Trainer's logging_nan_inf_filter).
@@ -25,8 +26,20 @@ BOUNDS = {
     "mfu": (0.0, 1.0, "above the peak; a percentage?"),
     "flops_per_s_per_gpu": (1e6, 4.5e15, "FLOP/s: another unit?"),
 }
+BY_MEDIAN = ("sec_per_it", "flops_per_s_per_gpu")  # as any iteration may wait
 # Columns without influence on how long an iteration takes, or what it computes.
 HARMLESS = ("lm_loss", "grad_norm", "learning_rate", "mfu")
+# names of the batch among arguments
+BATCH = ("deepspeed.train_batch_size", "total_train_batch_size", "train_batch_size")
+# a loss scale of 2^32, where the search for it begins, is 1 after so many halvings
+MAX_SKIPPED = 32
+ROUNDED = 1e12  # FLOP/s: programs print tenths of a TFLOP/s; below one, rounding decides
+CARD = 1.02  # a catalogue's memory is rounded to whole GB or GiB
+# seconds of an iteration that are plausible, where samples per second contradict them
+SHORT_S = 0.01
+LONG_S = 6 * 3600
+JUMP = 100  # between the shortest and the longest time of a run whose unit may have changed
+Found = Iterator[tuple[str, str, str]]  # rule, column, message
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,100 +61,93 @@ class Problem:
 
 def problems(run: PartialRun, columns: Columns) -> tuple[Problem, ...]:
     """The problems of a run."""
-    found = [("unnumbered", "iteration", UNNUMBERED)] if UNNUMBERED in run.notes else []
+    every: list[tuple[str, str, str]] = []
     if run.rows:
-        found = [*_bounds(columns), *_trouble(columns), *_counts(columns, run.arguments), *found]
-    return tuple(
-        Problem(rule=rule, column=column, message=message) for rule, column, message in found
-    )
+        every += _bounds(columns)
+        every += _trouble(columns)
+        every += _counts(columns, run.arguments)
+    if UNNUMBERED in run.notes:
+        every.append(("unnumbered", "iteration", UNNUMBERED))
+    return tuple(Problem(rule=rule, column=name, message=text) for rule, name, text in every)
 
 
-def _bounds(columns: Columns) -> Iterator[tuple[str, str, str]]:
-    """Numbers that are impossible each by itself; seconds and FLOP/s as medians, as any iteration
-    may wait.
-    """
-    for name in BOUNDS.keys() & columns.keys():
-        (low, high, message), numbers = BOUNDS[name], columns[name]
-        # a rate below 0.05 is printed as 0.0
-        usual = (
-            median(numbers[numbers != 0])
-            if name in ("sec_per_it", "flops_per_s_per_gpu")
-            else numbers
-        )
-        odd = ((usual < low) | (usual > high)) & (numbers != -1) & (numbers == numbers)
-        if (odd := odd & ((numbers != 0) | (name == "lm_loss"))).any():
-            number, iteration = numbers[at := odd.argmax()], columns["iteration"][at]
-            where = f" at iteration {iteration:.0f}" * bool(iteration == iteration)
-            yield "bounds", name, f"{number:.6g}{where}: {message}"
+def _bounds(columns: Columns) -> Found:
+    """Numbers that are impossible each by itself."""
+    for name, (low, high, message) in BOUNDS.items():
+        if name not in columns:
+            continue
+        numbers = columns[name]
+        is_measured = (numbers == numbers) & (numbers != -1)
+        if name != "lm_loss":
+            is_measured &= numbers != 0
+        usual = numbers
+        if name in BY_MEDIAN:
+            usual = np.full(len(numbers), median(numbers[numbers != 0]))
+        is_odd = ((usual < low) | (usual > high)) & is_measured
+        if is_odd.any():
+            at = is_odd.argmax()
+            iteration = columns["iteration"][at]
+            where = f" at iteration {iteration:.0f}" if iteration == iteration else ""
+            yield "bounds", name, f"{numbers[at]:.6g}{where}: {message}"
 
 
-def _trouble(columns: Columns) -> Iterator[tuple[str, str, str]]:
+def _trouble(columns: Columns) -> Found:
     """Numbers that are possible, and mean that nothing is learned."""
-    number, none = columns["iteration"], np.full(len(columns["iteration"]), NAN)
-    norm, skipped, nan = (columns.get(name, none) for name in ("grad_norm", "skipped", "nan"))
-    is_nan = (nan > 0) & ~(skipped > 0) & ("grad_norm" in columns)
-    for odd, meaning in (
-        # a program that does not compute the norm prints 0 on every line (Megatron-DeepSpeed of
-        # 2021)
-        ((norm == 0) & (norm > 0).any(), "exactly 0: no gradient arrives"),
-        (is_nan & np.isnan(norm), "NaN: so are the weights from here on"),
-    ):
-        if odd.any():
-            yield (
-                "trouble",
-                "grad_norm",
-                f"{meaning} (iteration {number[odd.argmax()]:.0f}; {odd.sum()} in all)",
-            )
+    number = columns["iteration"]
+    none = np.full(len(number), NAN)
+    norm = columns.get("grad_norm", none)
+    skipped = columns.get("skipped", none)
+    # a program that does not compute the norm prints 0 on every line (Megatron-DeepSpeed of 2021)
+    is_zero = (norm == 0) & (norm > 0).any()
+    is_nan = np.isnan(norm) & (columns.get("nan", none) > 0) & ~(skipped > 0)
+    faults = {"exactly 0: no gradient arrives": is_zero}
+    if "grad_norm" in columns:
+        faults["NaN: so are the weights from here on"] = is_nan
+    for meaning, is_odd in faults.items():
+        if is_odd.any():
+            where = f"iteration {number[is_odd.argmax()]:.0f}; {is_odd.sum()} in all"
+            yield "trouble", "grad_norm", f"{meaning} ({where})"
     is_skipped = skipped >= np.diff(number, prepend=number[0] - 1)
-    for first, end in np.flatnonzero(np.diff(is_skipped, prepend=False, append=False)).reshape(
-        -1, 2
-    ):
-        # a loss scale of 2^32, where the search for it begins, is 1 after so many halvings
-        if (count := number[end - 1] - number[first] + 1) > 32:
-            yield (
-                "trouble",
-                "skipped",
-                f"{count:.0f} iterations in a row from {number[first]:.0f} on",
-            )
+    edges = np.flatnonzero(np.diff(is_skipped, prepend=False, append=False))
+    for first, end in edges.reshape(-1, 2):
+        count = number[end - 1] - number[first] + 1
+        if count > MAX_SKIPPED:
+            text = f"{count:.0f} iterations in a row from {number[first]:.0f} on"
+            yield "trouble", "skipped", text
             return
 
 
-def _counts(columns: Columns, arguments: Mapping[str, Value]) -> Iterator[tuple[str, str, str]]:
+def _counts(columns: Columns, arguments: Mapping[str, Value]) -> Found:
     """Counts that fall; consumed samples, and printed rates, against what iterations and batch
     give.
     """
-    for name in {"iteration", "consumed_samples", "consumed_tokens"} & columns.keys():
-        if (falls := columns[name][1:] < columns[name][:-1]).any():
-            yield (
-                "jumps-back",
-                name,
-                f"falls after iteration {columns['iteration'][falls.argmax()]:.0f}",
-            )
+    number = columns["iteration"]
+    for name in ("iteration", "consumed_samples", "consumed_tokens"):
+        if name in columns:
+            falls = columns[name][1:] < columns[name][:-1]
+            if falls.any():
+                text = f"falls after iteration {number[falls.argmax()]:.0f}"
+                yield "jumps-back", name, text
 
-    def known(name: str, *others: str) -> np.ndarray:
+    def of(name: str, *others: str) -> np.ndarray:
         """The column, else the first of these arguments."""
-        one = np.broadcast_to(_argument(arguments, name, *others), len(columns["iteration"]))
-        return columns.get(name, one)
+        return columns.get(name, np.full(len(number), _argument(arguments, name, *others)))
 
-    batch = known(
-        "global_batch_size",
-        "deepspeed.train_batch_size",
-        "total_train_batch_size",
-        "train_batch_size",
-    )
-    length, seconds = known("seq_length", "encoder_seq_length"), known("sec_per_it")
-    gpus = {"tokens_per_gpu_per_second": known("world_size")}
-    for name in {"samples_per_second", "tokens_per_second", *gpus} & columns.keys():
-        right = (
-            batch
-            if name == "samples_per_second"
-            else columns.get("tokens_per_batch", batch * length)
-        )
-        ratio = _ratio(columns[name] * seconds * gpus.get(name, 1.0), right)
-        if not 1 / AGREE < ratio < AGREE:
-            yield "rate", name, f"{ratio:.3g} times what batch and seconds give"
-    used = _ratio(np.diff(known("consumed_samples")), np.diff(columns["iteration"]) * batch[1:])
-    if not 1 / 1.1 < used < 1.1:
+    batch = of("global_batch_size", *BATCH)
+    tokens = columns.get("tokens_per_batch", batch * of("seq_length", "encoder_seq_length"))
+    seconds = of("sec_per_it")
+    rates = {
+        "samples_per_second": batch,
+        "tokens_per_second": tokens,
+        "tokens_per_gpu_per_second": tokens / of("world_size"),
+    }
+    for name, amount in rates.items():
+        if name in columns:
+            ratio = _ratio(columns[name] * seconds, amount)
+            if not 1 / AGREE < ratio < AGREE:
+                yield "rate", name, f"{ratio:.3g} times what batch and seconds give"
+    used = _ratio(np.diff(of("consumed_samples")), np.diff(number) * batch[1:])
+    if not 1 / AGREE_SAMPLES < used < AGREE_SAMPLES:
         yield "count", "iteration", f"samples are {used:.3g} times what iterations and batch give"
 
 
@@ -156,19 +162,20 @@ def of_card(
     (of shape, batch and seconds), the card's `peak`, the most `memory` of a rank by column, and the
     card's `size`; NaN or 0 for unknown.
     """
-    low, high = min(computed, default=NAN), max(computed, default=NAN)
+    low = min(computed, default=NAN)
+    high = max(computed, default=NAN)
     column = "flops_per_s_per_gpu"
-    # programs print tenths of a TFLOP/s: below one, rounding decides
-    agrees = math.isnan(printed) or not computed or low / AGREE <= printed <= high * AGREE
-    if not agrees and max(printed, low) >= 1e12:
-        text = f"{printed / 1e12:.4g} TFLOP/s printed, {low / 1e12:.4g} to {high / 1e12:.4g} by shape, batch and seconds"
+    is_off = printed < low / AGREE or printed > high * AGREE
+    if is_off and max(printed, low) >= ROUNDED:
+        ours = f"{low / 1e12:.4g} to {high / 1e12:.4g} by shape, batch and seconds"
+        text = f"{printed / 1e12:.4g} TFLOP/s printed, {ours}"
         yield Problem(rule="flops", column=column, message=text)
     for rate, word in ((printed, "printed"), (low, "computed")):
         if peak and rate > peak:
             text = f"{rate / 1e12:.4g} TFLOP/s {word}, {peak / 1e12:.4g} is the card's peak"
             yield Problem(rule="peak", column=column, message=text)
     for name, most in memory.items():
-        if size and most > 1.02 * size:  # a catalogue's memory is rounded to whole GB or GiB
+        if size and most > CARD * size:
             text = f"{most / 2**30:.4g} GiB on a card of {size / 2**30:.4g} GiB"
             yield Problem(rule="memory", column=name, message=text)
 
@@ -181,39 +188,43 @@ def correct_units(columns: Columns) -> str:
     millisecond). Without a rate the first times are right: logs changed from milliseconds to
     seconds under the old label.
     """
-    seconds, found = columns.get("sec_per_it", np.empty(0)), list[str]()
-    has_rate = columns.keys() >= {"samples_per_second", "global_batch_size"}
-    is_even = not has_rate and not np.fmax.reduce(seconds, initial=0.0) > 100 * np.fmin.reduce(
+    seconds = columns.get("sec_per_it", np.empty(0))
+    if columns.keys() >= {"sec_per_it", "samples_per_second", "global_batch_size"}:
+        factor = _thousands(seconds * columns["samples_per_second"], columns["global_batch_size"])
+        is_time = (seconds <= SHORT_S) | (seconds >= LONG_S)
+    elif len(seconds) > 2 and np.nanmax(seconds, initial=0) > JUMP * np.nanmin(
         seconds, initial=1e9
-    )
-    if len(seconds) < (1 if has_rate else 3) or is_even:
-        return ""
-    right = (
-        columns["global_batch_size"] / columns["samples_per_second"]
-        if has_rate
-        else median(seconds[:3])
-    )
-    # a single line of a thousand times the seconds is a pause
-    lasting = np.median([seconds, np.roll(seconds, 1), np.roll(seconds, -1)], axis=0)
-    with np.errstate(divide="ignore", invalid="ignore"):
-        off = np.round(
-            np.log10((seconds if has_rate else lasting) / right) / 3, 1
-        )  # two parts differ somewhat
-    is_time = (seconds <= 0.01) | (seconds >= 6 * 3600) | (not has_rate)
-    for name, word, rows in (
-        ("sec_per_it", "time", is_time),
-        ("samples_per_second", "rate", ~is_time),
     ):
-        if count := int((wrong := rows & (abs(off) == 1)).sum()):
-            columns[name] = np.where(wrong, columns[name] * 1000.0**-off, columns[name])
-            found.append(f"{count} iterations have the wrong unit of {word}")
-    return "; ".join([*found, "corrected"]) if found else ""
+        # a single line of a thousand times the seconds is a pause
+        lasting = np.median([seconds, np.roll(seconds, 1), np.roll(seconds, -1)], axis=0)
+        factor = _thousands(lasting, median(seconds[:3]))
+        is_time = np.full(len(seconds), True)
+    else:
+        return ""
+    notes: list[str] = []
+    faults = (("sec_per_it", "time", is_time), ("samples_per_second", "rate", ~is_time))
+    for name, word, rows in faults:
+        is_wrong = rows & (abs(factor) == 1)
+        if is_wrong.any():
+            right = columns[name] * 1000.0**-factor
+            columns[name] = np.where(is_wrong, right, columns[name])
+            notes.append(f"{is_wrong.sum()} iterations have the wrong unit of {word}")
+    return "; ".join([*notes, "corrected"]) if notes else ""
+
+
+def _thousands(numbers: np.ndarray, right: np.ndarray | float) -> np.ndarray:
+    """How many factors of 1000 numbers are above the right ones; two parts differ somewhat."""
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return np.round(np.log10(numbers / right) / 3, 1)
 
 
 def _argument(arguments: Mapping[str, Value], *names: str) -> float:
     """The first argument of these names that is a number above zero, else NaN."""
-    values = (arguments.get(name) for name in names)
-    return next((float(v) for v in values if isinstance(v, int | float) and 0 < v < math.inf), NAN)
+    for name in names:
+        value = arguments.get(name)
+        if isinstance(value, int | float) and 0 < value < math.inf:
+            return float(value)
+    return NAN
 
 
 def _ratio(numbers: np.ndarray, others: np.ndarray) -> float:
@@ -230,5 +241,7 @@ def median(numbers: np.ndarray) -> float:
     """Of the finite numbers, NaN without any. numpy's takes ten times as long on the few lines of a
     short run.
     """
-    known = np.sort(numbers[np.isfinite(numbers)])
-    return float(known[len(known) // 2] + known[(len(known) - 1) // 2]) / 2 if len(known) else NAN
+    finite = np.sort(numbers[np.isfinite(numbers)])
+    if not len(finite):
+        return NAN
+    return float(finite[len(finite) // 2] + finite[(len(finite) - 1) // 2]) / 2

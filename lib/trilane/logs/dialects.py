@@ -12,27 +12,34 @@ import os
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
 from trilane.logs.prefixes import PREFIX
-from trilane.utils.validation import DATA, from_mapping, read_json, require, require_file, shown
+from trilane.utils.validation import (
+    DATA,
+    from_mapping,
+    read_json,
+    require,
+    require_file,
+    require_known,
+    shown,
+)
 
 VARIABLE = "TRILANE_DIALECTS"
 COLUMNS = {
-    *"""iteration train_iters epoch time_s sec_per_it iterations_per_second lm_loss
-    grad_norm learning_rate loss_scale consumed_samples consumed_tokens global_batch_size seq_length samples_per_second
-    tokens_per_second tokens_per_gpu_per_second flops_per_s_per_gpu mfu skipped skipped_total nan num_zeros params_norm
-    tokens_per_batch rank allocated max_allocated reserved max_reserved memory_share""".split()  # noqa: SIM905
+    *("iteration", "train_iters", "epoch", "time_s", "sec_per_it", "iterations_per_second"),
+    *("lm_loss", "grad_norm", "learning_rate", "loss_scale", "consumed_samples"),
+    *("consumed_tokens", "global_batch_size", "seq_length", "samples_per_second"),
+    *("tokens_per_second", "tokens_per_gpu_per_second", "flops_per_s_per_gpu", "mfu", "skipped"),
+    *("skipped_total", "nan", "num_zeros", "params_norm", "tokens_per_batch", "rank"),
+    *("allocated", "max_allocated", "reserved", "max_reserved", "memory_share"),
 }
 # multiplier and divisor to seconds, bytes, nats or a share; / 1e3 rounds once where x 1e-3 does not
-UNITS = {
-    **{"": (1.0, 1.0), "s": (1.0, 1.0), "ms": (1.0, 1e3), "us": (1.0, 1e6), "%": (1.0, 100.0)},
-    **{"min": (60.0, 1.0), "h": (3600.0, 1.0), "d": (86400.0, 1.0), "bits": (math.log(2), 1.0)},
-    **{"K": (1e3, 1.0), "M": (1e6, 1.0), "G": (1e9, 1.0), "T": (1e12, 1.0)},
-    **{"MB": (1e6, 1.0), "GB": (1e9, 1.0), "MiB": (2.0**20, 1.0), "GiB": (2.0**30, 1.0)},
-}
+UNITS = {"": (1.0, 1.0), "s": (1.0, 1.0), "ms": (1.0, 1e3), "us": (1.0, 1e6), "%": (1.0, 100.0)}
+UNITS |= {"min": (60.0, 1.0), "h": (3600.0, 1.0), "d": (86400.0, 1.0), "bits": (math.log(2), 1.0)}
+UNITS |= {"K": (1e3, 1.0), "M": (1e6, 1.0), "G": (1e9, 1.0), "T": (1e12, 1.0), "MB": (1e6, 1.0)}
+UNITS |= {"GB": (1e9, 1.0), "MiB": (2.0**20, 1.0), "GiB": (2.0**30, 1.0)}
 SUFFIXES = {b"K": 1e3, b"M": 1e6, b"G": 1e9, b"B": 1e9, b"T": 1e12, b"P": 1e15}
 NUMBER = rb"[-+]?(?:\d[\d,]*+(?:\.\d*+)?|\.\d++)(?:[eE][-+]?\d++)?|[-+]?(?i:nan|inf(?:inity)?)\b"
 FIELD = (  # a name, and a number that is no part of a longer one, of a time or of a word
@@ -41,6 +48,9 @@ FIELD = (  # a name, and a number that is no part of a longer one, of a time or 
     + rb")([KMGBTP](?=FLOPS|(?![A-Za-z])))?(?![\d.]|:\d|[eE][-+]?(?:\W|$))"
 )
 MAX_LINE = 1 << 13  # bytes: patterns may take time that grows with the square of a line's length
+MAX_FILE = 1 << 20  # bytes of a table
+PATTERNS = ("iteration", "validation", "memory", "launch", "end")
+NEEDED = {"iteration": "iteration", "validation": "lm_loss"}  # a group of each of these patterns
 
 
 class Span(NamedTuple):
@@ -54,14 +64,13 @@ class Span(NamedTuple):
 
     def value(self, line: bytes) -> float:
         """The number, in the unit of its column."""
-        return (
-            float(line[self.start : self.stop].replace(b",", b"")) * self.multiplier / self.divisor
-        )
+        text = line[self.start : self.stop].replace(b",", b"")
+        return float(text) * self.multiplier / self.divisor
 
 
 def row_of(spans: Iterable[Span], line: bytes) -> dict[str, float]:
     """The numbers of a line by their columns; hours, minutes and seconds of one time add up."""
-    row = dict[str, float]()
+    row: dict[str, float] = {}
     for span in spans:
         row[span.column] = row.get(span.column, 0.0) + span.value(line)
     return row
@@ -98,33 +107,22 @@ class Dialect:
 
     def __post_init__(self) -> None:
         require(bool(re.fullmatch(r"[\w.-]{1,40}", self.name)), "name", self.name, "must be a word")
-        kinds = ("", "json", "block", "bar", "closed")
-        require(
-            self.lines in kinds,
-            "lines",
-            self.lines,
-            "must be json, block, bar or closed, or left out",
-        )
-        require(
-            self.first_iteration in (0, 1),
-            "first_iteration",
-            self.first_iteration,
-            "must be 0 or 1",
-        )
+        require_known("lines", self.lines, ("", "json", "block", "bar"))
+        first = self.first_iteration
+        require(first in (0, 1), "first_iteration", first, "must be 0 or 1")
         require(set(self.needs) <= COLUMNS, "needs", self.needs, "must be a list of columns")
         require(bool(self.iteration), "iteration", "", "must have a pattern")
-        for key in ("iteration", "validation", "memory", "launch", "end"):
+        for key in PATTERNS:
             try:
                 patterns = self.patterns(key)
             except (re.error, RecursionError, OverflowError) as error:
-                raise ValueError(
-                    f"{key}={shown(getattr(self, key))}: is no regular expression ({error})"
-                ) from None
-            wanted = {"iteration": "iteration", "validation": "lm_loss"}.get(key, "")
+                text = shown(getattr(self, key))
+                raise ValueError(f"{key}={text}: is no regular expression ({error})") from None
             for pattern in patterns:
-                groups = {column_of(name.replace("__", " "))[0] for name in pattern.groupindex}
-                rule = f"must have a group (?P<{wanted}>...)"
-                require(not wanted or wanted in groups, key, pattern.pattern.decode(), rule)
+                columns = {_column_of_group(name)[0] for name in pattern.groupindex}
+                needed = NEEDED.get(key, "")
+                rule = f"must have a group (?P<{needed}>...)"
+                require(not needed or needed in columns, key, pattern.pattern.decode(), rule)
         assert self.columns is not None  # which checks the rest
 
     def patterns(self, key: str) -> tuple[re.Pattern[bytes], ...]:
@@ -146,23 +144,14 @@ class Dialect:
         """Whether its patterns do not look at digits: lines that differ in digits only then are
         read alike.
         """
-        every = [
-            p
-            for key in ("iteration", "validation", "memory", "launch", "end")
-            for p in self.patterns(key)
-        ]
-        texts = [re.sub(rb"\\d|\{[\d,]*\}|0-9", b"", pattern.pattern) for pattern in every]
-        return not any(re.search(rb"\d|\(\?P=", text) for text in texts)
+        texts = [text for key in PATTERNS for text in getattr(self, key)]
+        plain = re.sub(r"\\d|\{[\d,]*\}|0-9", "", " ".join(texts))
+        return not re.search(r"\d|\(\?P=", plain)
 
     @functools.cached_property
-    def _field(self) -> re.Pattern[bytes] | None:
-        names = [
-            re.escape(name)
-            for name in sorted(self.columns, key=len, reverse=True)
-            if name != b"* loss"
-        ]
-        other = [rb"(?:[\w-][\w -]{0,60}?)?loss(?= ?:)"] * (b"* loss" in self.columns)
-        return re.compile(FIELD % b"|".join(other + names)) if names else None
+    def _field(self) -> re.Pattern[bytes]:
+        names = sorted(self.columns, key=len, reverse=True)
+        return re.compile(FIELD % (b"|".join(map(re.escape, names)) or rb"\Z."))
 
     @functools.cached_property
     def _words(self) -> list[bytes]:
@@ -174,98 +163,54 @@ class Dialect:
 
     def iterations(self, line: bytes) -> list[Span]:
         """The numbers of an iteration line, its number first; [] for any other line."""
-        found = self._found(line)
-        if not found or (self.lines == "json" and not line.rstrip().endswith(b"}")):
+        match, start = _first(self.patterns("iteration"), line)
+        if not match or (self.lines == "json" and not line.rstrip().endswith(b"}")):
             return []
-        spans = _groups(*found)
+        spans = _groups(match, start)
         spans += self.rest(line, {span.column for span in spans})
-        if (
-            self.lines == "closed"
-        ):  # a number at the end of the line was cut there, as by a terminal
-            spans = [span for span in spans if span.stop < len(line)]
-        # some forks print the loss without a name before it
-        plain = "" if any(span.column == "lm_loss" for span in spans) else "loss"
-        spans = [
-            span._replace(column="lm_loss") if span.column == plain else span for span in spans
-        ]
-        return spans if {*self.needs} <= {span.column for span in spans} else []
-
-    def parts(self, line: bytes) -> list[bytes]:
-        """The line, cut before each further iteration: the end of a line was lost there, or two
-        ranks' were joined. One with a lower number is another number's; a "closed" line has no
-        others of that form.
-        """
-        found = None if self.lines not in ("", "closed") else self._found(line)
-        if not found:
-            return [line]
-        match, start = found
-        cuts = [
-            max(0, start + match.start() - MAX_LINE // 2)
-        ]  # what a bar drew before it may be long
-        while after := match.re.search(line[start:], match.end("iteration")):
-            if not self.lines and int(after["iteration"]) <= int(match["iteration"]):
-                break
-            cuts, match = [*cuts, start + after.start()], after
-        return [line[low:high] for low, high in pairwise([*cuts, len(line)])]
-
-    def _found(self, line: bytes) -> tuple[re.Match[bytes], int] | None:
-        return _first(
-            self.patterns("iteration"), line, len(line) if self.lines == "closed" else MAX_LINE
-        )
+        columns = {span.column for span in spans}
+        return spans if columns.issuperset(self.needs) else []
 
     def evaluation(self, line: bytes) -> list[Span]:
         """The numbers of an evaluation; [] for any other line."""
-        found = _first(self.patterns("validation"), line)
-        return _groups(*found) if found else []
+        match, start = _first(self.patterns("validation"), line)
+        return _groups(match, start) if match else []
 
     def every(self, key: str, line: bytes) -> list[list[Span]]:
         """The numbers of each match of a key's patterns in the line: of "memory", or of a
         companion's "iteration".
         """
-        return [
-            _groups(match, 0) for pattern in self.patterns(key) for match in pattern.finditer(line)
-        ]
+        patterns = self.patterns(key)
+        return [_groups(match, 0) for pattern in patterns for match in pattern.finditer(line)]
 
     def matches(self, key: str, line: bytes) -> bool:
         """Whether a pattern of that key stands in the line."""
-        return bool(_first(self.patterns(key), line))
+        return _first(self.patterns(key), line)[0] is not None
 
     def variant(self, line: bytes) -> str:
         """The name of the program that printed the iteration; "" where the line does not show which
         of several.
         """
-        return next(
-            (name for name, pattern in self.variants.items() if re.search(pattern.encode(), line)),
-            "",
-        )
+        for name, pattern in self.variants.items():
+            if re.search(pattern.encode(), line):
+                return name
+        return ""
 
     def rest(self, line: bytes, seen: set[str]) -> list[Span]:
         """The further numbers of an iteration, on its line or on the next of its block, but for
         columns `seen`.
         """
-        found = list[Span]()
-        for match in self._field.finditer(line[:MAX_LINE]) if self._field else ():
-            other = (
-                re.sub(r"\W+", "_", match[1].decode()),
-                1.0,
-                1.0,
-            )  # a loss whose name the table does not have
-            column, multiplier, divisor = self.columns.get(match[1], other)
-            if column in seen:
-                continue
+        spans: list[Span] = []
+        for match in self._field.finditer(line[:MAX_LINE]):
+            column, multiplier, divisor = self.columns[match[1]]
             # a rate of two digits is too rounded to give seconds
-            if (
-                column == "iterations_per_second"
-                and len(match[2].translate(None, b"+-.,").lstrip(b"0")) < 3
-            ):
-                continue
-            seen = seen | {column}
-            found.append(
-                Span(
-                    column, *match.span(2), multiplier * SUFFIXES.get(match[3] or b"", 1.0), divisor
-                )
-            )
-        return found
+            digits = match[2].translate(None, b"+-.,").lstrip(b"0")
+            is_rounded = column == "iterations_per_second" and len(digits) < 3
+            if column not in seen and not is_rounded:
+                seen = {*seen, column}
+                multiplier *= SUFFIXES.get(match[3], 1.0)
+                spans.append(Span(column, *match.span(2), multiplier, divisor))
+        return spans
 
 
 @functools.cache
@@ -274,44 +219,45 @@ def _compiled(patterns: tuple[str, ...]) -> tuple[re.Pattern[bytes], ...]:
 
 
 def _first(
-    patterns: Sequence[re.Pattern[bytes]], line: bytes, most: int = MAX_LINE
-) -> tuple[re.Match[bytes], int] | None:
+    patterns: Sequence[re.Pattern[bytes]], line: bytes
+) -> tuple[re.Match[bytes] | None, int]:
     """The first match of a pattern in the line, or in the line after its prefix, and where that
     begins.
     """
-    prefix = PREFIX.match(line)
-    for start in (0, prefix.end()) if prefix else (0,):
+    starts = [0]
+    if prefix := PREFIX.match(line):
+        starts.append(prefix.end())
+    for start in starts:
         for pattern in patterns:
-            if found := pattern.search(line[start : start + most]):
-                return found, start
-    return None
+            if match := pattern.search(line[start : start + MAX_LINE]):
+                return match, start
+    return None, 0
 
 
-def _groups(found: re.Match[bytes], start: int) -> list[Span]:
-    spans = []
-    for name, text in found.groupdict().items():
-        if text is not None:
-            column, multiplier, divisor = column_of(name.replace("__", " "))
-            begin, end = found.span(name)
-            if text[-1:] in SUFFIXES:
-                end, multiplier = end - 1, multiplier * SUFFIXES[text[-1:]]
-            if re.fullmatch(NUMBER, found.string[begin:end]):
-                spans.append(Span(column, start + begin, start + end, multiplier, divisor))
+def _groups(match: re.Match[bytes], start: int) -> list[Span]:
+    spans: list[Span] = []
+    for name, text in match.groupdict(b"").items():
+        column, multiplier, divisor = _column_of_group(name)
+        begin, end = match.span(name)
+        if text[-1:] in SUFFIXES:
+            end -= 1
+            multiplier *= SUFFIXES[text[-1:]]
+        if re.fullmatch(NUMBER, match.string[begin:end]):
+            spans.append(Span(column, start + begin, start + end, multiplier, divisor))
     return sorted(spans, key=lambda span: span.column != "iteration")
+
+
+def _column_of_group(name: str) -> tuple[str, float, float]:
+    return column_of(name.replace("__", " ").replace("percent", "%"))  # a group's name holds no %
 
 
 @functools.lru_cache(1 << 10)
 def column_of(text: str) -> tuple[str, float, float]:
     """Column and factors of "column unit"; ValueError for one that nothing reads."""
     name, _, unit = text.strip().partition(" ")
-    unit = "%" if unit == "percent" else unit  # a group's name holds no %
-    known = name in COLUMNS or re.fullmatch(r"(?:[a-z]\w*|\*)_(?:loss|norm)", name)
-    require(
-        bool(known),
-        "column",
-        name,
-        f"is none of {', '.join(sorted(COLUMNS))}, nor a ..._loss or ..._norm",
-    )
+    is_known = name in COLUMNS or bool(re.fullmatch(r"[a-z]\w*_(?:loss|norm)", name))
+    rule = f"is none of {', '.join(sorted(COLUMNS))}, nor a ..._loss or ..._norm"
+    require(is_known, "column", name, rule)
     require(unit in UNITS, "unit", unit, f"is none of {', '.join(filter(None, UNITS))}")
     return name, *UNITS[unit]
 
@@ -319,7 +265,7 @@ def column_of(text: str) -> tuple[str, float, float]:
 def read_dialect(path: Path) -> Dialect:
     """The dialect of a JSON file; raises ValueError("dialects=FILE: field=value: the rule")."""
     require_file("dialects", path)
-    require(path.stat().st_size < 1 << 20, "dialects", path, "must have less than 1 MiB")
+    require(path.stat().st_size < MAX_FILE, "dialects", path, "must have less than 1 MiB")
     table = read_json(path, "dialects")
     try:
         return from_mapping(Dialect, table, "dialect")
@@ -329,14 +275,13 @@ def read_dialect(path: Path) -> Dialect:
 
 @functools.cache
 def _read_all(named: str) -> tuple[Dialect, ...]:
-    own = [
-        read_dialect(path)
-        for place in filter(None, named.split(os.pathsep))
-        for path in _files(Path(place))
-    ]
-    names = {dialect.name for dialect in own}
-    shipped = map(read_dialect, _files(DATA / "dialects"))
-    return (*own, *(dialect for dialect in shipped if dialect.name not in names))
+    by_name: dict[str, Dialect] = {}
+    places = [Path(name) for name in named.split(os.pathsep) if name]
+    for place in (*places, DATA / "dialects"):
+        for path in _files(place):
+            dialect = read_dialect(path)
+            by_name.setdefault(dialect.name, dialect)
+    return tuple(by_name.values())
 
 
 def _files(place: Path) -> list[Path]:
@@ -356,6 +301,5 @@ def use(paths: Sequence[Path]) -> None:
         for file in _files(path):
             read_dialect(file)
         require(os.pathsep not in str(path), "dialects", path, f"must not contain {os.pathsep!r}")
-    os.environ[VARIABLE] = os.pathsep.join(
-        [*map(str, paths), *filter(None, [os.environ.get(VARIABLE)])]
-    )
+    before = os.environ.get(VARIABLE, "")
+    os.environ[VARIABLE] = os.pathsep.join(filter(None, [*map(str, paths), before]))

@@ -14,9 +14,29 @@ from trilane.workspace.place import Place
 from trilane.workspace.status import Status
 
 # what launchers put before a message, one after the other: numbers, and pdsh the node
-NUMBERS = rb"(?:(?:\[\w{1,40} ?\d{0,9}\]:|\d{1,9}: |\[\d{1,9},\d{1,9}\]<std\w{3}>:|[a-z][\w.-]{0,60}\d[\w.-]*: )\s?){0,3}"
+NUMBERS = (
+    rb"(?:(?:\[\w{1,40} ?\d{0,9}\]:|\d{1,9}: |\[\d{1,9},\d{1,9}\]<std\w{3}>:"
+    rb"|[a-z][\w.-]{0,60}\d[\w.-]*: )\s?){0,3}"
+)
 # and what stands before it still: the bars of an exception group, the module of the exception
 LEAD = rb"^\s*" + NUMBERS + rb"\s*(?:\|\s*)?(?:\w++\.)*+"
+QUOTE = re.compile(rb'"[^"]*+"')
+REPORTS = re.compile(
+    rb"(?i)error|fail|exce|fatal|abort|died|crash|reason|message|cause|warn|critical|\{"
+)
+RETRIES = re.compile(
+    rb"(?<!after )\b[Rr]etrying\b(?! failed| did)|\b[Ww]ill (?:be )?retr(?:y|ied)\b"
+)
+EXCEPTION = re.compile(LEAD + rb"(?=[A-Z]\w*?[a-z])\w++(?::|\s*$)")
+OF_CARD = re.compile(
+    r"CUDA error: (?:an illegal|misaligned|unspecified launch|unknown)|Memory access fault by GPU"
+)
+MAX_LINE = 1 << 14  # bytes; a longer line is no message
+MAX_HOSTS = 256  # of an ending
+# iterations after which a message was no end: SLURM's jobs print on for 30 s; the rank that prints
+# iterations may lag by one
+LATE_SCHEDULER = 1000
+LATE = 2
 
 
 class Level(IntEnum):
@@ -30,6 +50,9 @@ class Level(IntEnum):
     WRAPPER = 5  # a launcher that reports the failure of what it started
     PLANNED = 6  # the planned end
     LAUNCHER = 7  # a launcher that ends its workers, for any reason
+
+
+OF_PROGRAM = (Level.CAUSE, Level.ERROR, Level.CONSEQUENCE)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,62 +81,67 @@ class Ending:
         """Whether a node is at fault, so that the next start should avoid it; of a lost link its
         own.
         """
-        return self.status in (Status.GPU_ERROR, Status.NODE_FAILURE) or (
-            self.status is Status.NETWORK and self.level == Level.CAUSE
-        )
+        if self.status is Status.NETWORK:
+            return self.level == Level.CAUSE
+        return self.status in (Status.GPU_ERROR, Status.NODE_FAILURE)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rule:
+    """A line that holds one of the words and matches the pattern is of that level and status."""
+
+    words: list[bytes]  # cheaper to look for than a pattern
+    pattern: re.Pattern[bytes]
+    level: Level
+    status: Status
 
 
 @cache
-def rules() -> list[tuple[list[bytes], Level, Status, re.Pattern[bytes]]]:
-    """The rules of data/endings.json, of which the first that a line matches counts; the line must
-    hold one of the words, which are cheaper to look for than patterns.
-    """
-    patterns = [
-        ("|".join(row["patterns"]).encode().replace(b"<LEAD>", LEAD), row)
-        for row in shipped_json("endings")
-    ]
-    return [
-        (
-            row["words"].encode().split(),
-            Level[row["level"].upper()],
-            Status(row["status"]),
-            re.compile(pattern),
+def rules() -> list[Rule]:
+    """The rules of data/endings.json, of which the first that a line matches counts."""
+    every = []
+    for row in shipped_json("endings"):
+        pattern = "|".join(row["patterns"]).encode().replace(b"<LEAD>", LEAD)
+        rule = Rule(
+            words=row["words"].encode().split(),
+            pattern=re.compile(pattern),
+            level=Level[row["level"].upper()],
+            status=Status(row["status"]),
         )
-        for pattern, row in patterns
-    ]
+        every.append(rule)
+    return every
 
 
 def ending(line: bytes, rows: int) -> Ending | None:
     """The ending that the line reports, None for any other line."""
-    line = line[: 1 << 14]  # a longer one is no message
-    for words, level, status, pattern in rules() if b"NCCL INFO" not in line else ():
-        if any(word in line for word in words) and (found := pattern.search(line)):
-            undone = level in (Level.CAUSE, Level.ERROR, Level.CONSEQUENCE) and _continues(
-                line, found
-            )
-            return None if undone else reported(level, status, line, rows)
+    line = line[:MAX_LINE]
+    if b"NCCL INFO" in line:
+        return None
+    for rule in rules():
+        if not any(word in line for word in rule.words):
+            continue
+        if match := rule.pattern.search(line):
+            if rule.level in OF_PROGRAM and _continues(line, match):
+                return None
+            return reported(rule.level, rule.status, line, rows)
     return None
 
 
-def _continues(line: bytes, found: re.Match[bytes]) -> bool:
+def _continues(line: bytes, match: re.Match[bytes]) -> bool:
     """Whether the program continues after that line: it tries again, or quotes a text without
     reporting an error.
     """
-    quotes, reports = (
-        re.compile(rb'"[^"]*+"'),
-        rb"(?i)error|fail|exce|fatal|abort|died|crash|reason|message|cause|warn|critical|\{",
-    )
-    quoted = any(q.start() < found.start() and found.end() < q.end() for q in quotes.finditer(line))
-    retried = re.search(
-        rb"(?<!after )\b[Rr]etrying\b(?! failed| did)|\b[Ww]ill (?:be )?retr(?:y|ied)\b", line
-    )
-    return bool(retried) or (quoted and not re.search(reports, quotes.sub(b"", line)))
+    if RETRIES.search(line):
+        return True
+    for quote in QUOTE.finditer(line):
+        if quote.start() < match.start() and match.end() < quote.end():
+            return not REPORTS.search(QUOTE.sub(b"", line))
+    return False
 
 
 def raised(line: bytes, rows: int) -> Ending | None:
     """The exception on the first line after a traceback; its name need not end in Error."""
-    is_name = re.match(LEAD + rb"(?=[A-Z]\w*?[a-z])\w++(?::|\s*$)", line)
-    return reported(Level.ERROR, Status.CRASHED, line, rows) if is_name else None
+    return reported(Level.ERROR, Status.CRASHED, line, rows) if EXCEPTION.match(line) else None
 
 
 def reported(level: Level, status: Status, line: bytes, rows: int) -> Ending:
@@ -121,26 +149,22 @@ def reported(level: Level, status: Status, line: bytes, rows: int) -> Ending:
     if status is Status.RENDEZVOUS and level == Level.OUTSIDE and rows:
         status = Status.NETWORK  # after iterations it is the store that a node no longer reaches
     place = place_of(line)
+    hosts = (place.node,) if place.node else ()
+    evidence = text(line)
     return Ending(
-        level=level,
-        status=status,
-        evidence=text(line),
-        place=place,
-        rows=rows,
-        hosts=(place.node,) * bool(place.node),
+        level=level, status=status, evidence=evidence, place=place, rows=rows, hosts=hosts
     )
 
 
 def caveat(status: Status, evidence: str, rank: int | None, hosts: tuple[str, ...]) -> str:
     """What the evidence, a line of that rank and these nodes, leaves open; "" where nothing."""
     if status is Status.KILLED:
-        return "this log does not show what killed it: possibly by its node's OOM killer (sacct, dmesg)"
+        killer = "possibly by its node's OOM killer (sacct, dmesg)"
+        return f"this log does not show what killed it: {killer}"
     if status is Status.GPU_ERROR and not hosts:
-        return f"the fault is on {'a rank' if rank is None else f'rank {rank}'}; its node is not known from this log"
-    if status is Status.CRASHED and re.search(
-        r"CUDA error: (?:an illegal|misaligned|unspecified launch|unknown)|Memory access fault by GPU",
-        evidence,
-    ):
+        where = "a rank" if rank is None else f"rank {rank}"
+        return f"the fault is on {where}; its node is not known from this log"
+    if status is Status.CRASHED and OF_CARD.search(evidence):
         return "the program or the card may be the reason: this log does not show which"
     return ""
 
@@ -148,52 +172,51 @@ def caveat(status: Status, evidence: str, rank: int | None, hosts: tuple[str, ..
 def joined(first: Ending, later: Ending) -> Ending:
     """The first of two endings of one kind; where nodes are at fault, with those of both."""
     first = replace(first, in_traceback=first.in_traceback or later.in_traceback)
-    if not first.hosts and (first.level, first.status) == (Level.SCHEDULER, Status.HOST_MEMORY):
-        return replace(
-            first, hosts=later.hosts
-        )  # of a step that ran out of memory slurmstepd names no node, but srun
-    if not first.blames_node or len(first.hosts) >= 256:
-        return first
-    return replace(first, hosts=tuple(dict.fromkeys((*first.hosts, *later.hosts))))
+    is_step = (first.level, first.status) == (Level.SCHEDULER, Status.HOST_MEMORY)
+    if is_step and not first.hosts:
+        # of a step that ran out of memory slurmstepd names no node, but srun
+        return replace(first, hosts=later.hosts)
+    if first.blames_node and len(first.hosts) < MAX_HOSTS:
+        return replace(first, hosts=tuple(dict.fromkeys((*first.hosts, *later.hosts))))
+    return first
 
 
-def superseded(found: Ending, rows: int) -> bool:
+def superseded(end: Ending, rows: int) -> bool:
     """Whether the run continued after that, which then was no end: after a message before the first
-    iteration by that iteration, after a later one by the second after it, because the rank that
-    prints may lag; after the scheduler's, whose jobs print on for 30 s, by 1000 iterations.
+    iteration by that iteration, after a later one by the second after it.
     """
-    late = 1000 if found.level == Level.SCHEDULER else 2 if found.rows else 1
-    return rows >= found.rows + late
+    if end.level == Level.SCHEDULER:
+        return rows >= end.rows + LATE_SCHEDULER
+    return rows >= end.rows + (LATE if end.rows else 1)
 
 
-def strongest(found: list[Ending], rows: int) -> Ending | None:
+def strongest(every: list[Ending], rows: int) -> Ending | None:
     """The ending that counts: the lowest level, then the first line; a crash after Ctrl-C is the
     Ctrl-C. Of a run that ended as planned, an error before the last iteration was none, nor is one
     after the end if no program ended by it.
     """
-    planned = max((e.rows for e in found if e.level == Level.PLANNED), default=0)
-    left = [
-        e
-        for e in found
-        if not superseded(e, rows)
-        and (e.level in (Level.SCHEDULER, Level.PLANNED) or e.rows >= planned)
-    ]
-    last = max(
-        (place for place, e in enumerate(left) if e.level == Level.PLANNED), default=len(left)
-    )
-    if not any(e.ends_program or e.rows > planned for e in left[last + 1 :]):
-        left = left[: last + 1]
-    end = min(left, key=lambda e: e.level, default=None)
-    if end and end.status is Status.CRASHED:
-        return next(
-            (e for e in left[: left.index(end)] if e.evidence.startswith("KeyboardInterrupt")), end
-        )
-    return end
+    planned = [end.rows for end in every if end.level == Level.PLANNED]
+    last_row = max(planned, default=0)
+    left = []
+    ends_at = 0  # how many of these stand up to the last planned end
+    for end in every:
+        is_outside = end.level in (Level.SCHEDULER, Level.PLANNED)
+        if not superseded(end, rows) and (is_outside or end.rows >= last_row):
+            left.append(end)
+            if end.level == Level.PLANNED:
+                ends_at = len(left)
+    if ends_at and not any(end.ends_program or end.rows > last_row for end in left[ends_at:]):
+        left = left[:ends_at]
+    strongest = min(left, key=lambda end: end.level, default=None)
+    if strongest and strongest.status is Status.CRASHED:
+        for end in left[: left.index(strongest)]:
+            if end.evidence.startswith("KeyboardInterrupt"):
+                return end
+    return strongest
 
 
 def text(line: bytes, most: int = 600) -> str:
     """The line as evidence: printable characters, at most `most`."""
     plain = line.strip()[: 8 * most].decode("utf-8", "replace")
-    if not plain.isprintable():
-        plain = "".join(c for c in plain if c.isprintable() or c == "\t")
-    return printable(plain)[:most]
+    kept = [letter for letter in plain if letter.isprintable() or letter == "\t"]
+    return printable("".join(kept))[:most]

@@ -11,7 +11,7 @@ from trilane.logs import checks, endings
 from trilane.logs.arguments import Value
 from trilane.logs.checks import MOST_NUMBER, Problem
 from trilane.logs.endings import Ending, Level
-from trilane.logs.places import Places, excluded, place_of
+from trilane.logs.places import excluded, place_of
 from trilane.logs.prefixes import timestamp
 from trilane.logs.reading.blocks import blocks
 from trilane.logs.reading.reader import Reader
@@ -24,15 +24,14 @@ from trilane.workspace.place import Known, Place
 from trilane.workspace.status import Status, known_status, status_problem
 
 INTEGERS = (
-    "iteration",
-    "train_iters",
-    "consumed_samples",
-    "consumed_tokens",
-    "global_batch_size",
-    "skipped",
-    "nan",
+    *("iteration", "train_iters", "consumed_samples", "consumed_tokens"),
+    *("global_batch_size", "skipped", "nan"),
 )
-MEMORY_NOTE = "memory was printed before the first iteration only: it may be that of the set-up, not the peak of all"
+UNREAD = "holds no iteration line (docs/guides/my-logs.md has how to read another trainer's)"
+MEMORY_NOTE = (
+    "memory was printed before the first iteration only: it may be that of the set-up, not the "
+    "peak of all"
+)
 STAMPS_NOTE = (
     "seconds per iteration are the time between lines, by their time stamps or progress bars"
 )
@@ -43,25 +42,26 @@ SHOWN = 10  # iterations that a notebook shows of a log
 class RunLog(Table):
     """One run, in seconds, bytes and FLOP/s. It shows its last iterations.
 
-    iterations   a row per iteration line: iteration, consumed_samples, sec_per_it, lm_loss, grad_norm, ...; NaN where a
-                 missing (a skipped iteration has no loss)
+    iterations   a row per iteration line: iteration, consumed_samples, sec_per_it, lm_loss,
+                 grad_norm, ...; NaN where one is missing (a skipped iteration has no loss)
     validation   a row per evaluation: iteration, lm_loss
-    memory       a row per rank: rank, iteration, allocated, max_allocated, reserved, max_reserved; `max_` is the most
-                 that the rank ever reported
+    memory       a row per rank: rank, iteration, allocated, max_allocated, reserved, max_reserved;
+                 `max_` is the most that the rank ever reported
     timers       a row per iteration: iteration, and each timer of the framework
     devices      the GPUs that nvidia-smi lists
     totals       numbers printed once, such as train_runtime
-    status       how it ended; `evidence` is the line that proves it, `rank` the rank that printed it (None if unknown),
-                 `hosts` those of the line or of its rank, and `exclude` the nodes at fault, as
-                 SLURM's --exclude takes them
+    status       how it ended; `evidence` is the line that proves it, `rank` the rank that printed
+                 it (None if unknown), `hosts` those of the line or of its rank, and `exclude` the
+                 nodes at fault, as SLURM's --exclude takes them
     endings      all lines about an end, in their order, with what is known of each one's place
-    collectives  by the ranks' NCCL watchdogs: the ranks of each process group that timed out, and what each reports
+    collectives  by the ranks' NCCL watchdogs: the ranks of each process group that timed out, and
+                 what each reports
     own          what a run of trilane prints of itself: SLOW, NOT FINITE, CHECKPOINT NOT SAVED
-    printed_at   seconds since 1970 of the last iteration, by the time stamp of its line (NaN: none)
+    printed_at   seconds since 1970 of the last iteration, by its line's time stamp (NaN: none)
     notes        corrections made in reading
     problems     numbers that cannot be right, or that nothing shows to be right
-    resumes      of a run folder: for each time that the run was resumed the first iteration after it, and the rows that
-                 it trained again, as they were before
+    resumes      of a run folder: for each time that the run was resumed the first iteration after
+                 it, and the rows that it trained again, as they were before
     """
 
     source: Path
@@ -87,6 +87,7 @@ class RunLog(Table):
     resumes: tuple[tuple[int, DataFrame], ...] = ()
 
     def summary(self) -> str:
+        """Where it is, how many iterations it has, and how it ended."""
         return f"{self.source}, {len(self.iterations)} iterations, {self.status}"
 
     @property
@@ -107,7 +108,9 @@ class RunLog(Table):
         return self._iteration(-1)
 
     def _iteration(self, place: int) -> int | None:
-        number = float(self.iterations["iteration"].iloc[place]) if len(self.iterations) else NAN
+        if self.iterations.empty:
+            return None
+        number = float(self.iterations["iteration"].iloc[place])
         return int(number) if abs(number) < MOST_NUMBER else None
 
     def column(self, name: str) -> np.ndarray:
@@ -129,39 +132,16 @@ def read_logs(path: Path | str) -> list[RunLog]:
     Raises ValueError if the file is missing, empty or binary, or holds neither an iteration nor an
     ending.
     """
-    path, reader, notes = Path(path), Reader(), list[str]()
+    path = Path(path)
+    reader = Reader()
+    notes: list[str] = []
     for block in blocks(path, notes):
         reader.feed(block)
     runs = reader.close()
-    many, likeliest = (False, "") if any(run.rows for run in runs) else _likeliest(path)
     if not runs:
-        raise ValueError(f"log={shown(path)}: holds no iteration line{likeliest}")
+        raise ValueError(f"log={shown(path)}: {UNREAD}")
     runs[-1].notes += notes
-    logs = [_finish(run, path) for run in runs]
-    if many:
-        unread = Problem(rule="unread", column="iteration", message=f"no line was read{likeliest}")
-        logs[-1] = replace(logs[-1], problems=(*logs[-1].problems, unread))
-    return logs
-
-
-def _likeliest(path: Path) -> tuple[bool, str]:
-    """Whether several lines near the file's begin have the number of an iteration and a loss; and
-    the first that looks most like one, with what reads it, "" without any.
-    """
-    words = (rb"(?i)step|iter|update|batch|\bitr?\b", rb"(?i)loss|nll|\bce\b|xent|entropy|\bppl\b")
-    score = [
-        (sum(bool(re.search(word, line)) for word in words), -number, line)
-        for number, line in enumerate(next(blocks(path), b"")[: 1 << 18].splitlines(), 1)
-        if len(line) < 2000 and re.search(rb"\d", line)
-    ]
-    kinds, number, line = max(score, default=(0, 0, b""))
-    both = re.compile(rb"(?i)(?:step|iter\w*|update)\W{1,4}\d.*(?:loss|nll|xent|ppl)\W{1,4}\d")
-    many = sum(bool(both.search(line)) for *_, line in score) > 2
-    guide = "docs/guides/my-logs.md has how to read it"
-    return (
-        many,
-        f"; line {-number} looks like one: {endings.text(line, 160)} ({guide})" if kinds else "",
-    )
+    return [_finish(run, path) for run in runs]
 
 
 def read_log(path: Path | str) -> RunLog:
@@ -175,25 +155,29 @@ def _finish(run: PartialRun, path: Path) -> RunLog:
     """The RunLog of a run in `path`."""
     columns = run.table.columns()
     number_iterations(run, columns)
-    counted = [
-        name for name, rows in run.dialects.items() if rows or not any(run.dialects.values())
-    ]
-    units = checks.correct_units(columns)
-    timed_by_stamps = run.timed_by_stamps & {*counted}
+    counted = {name for name, rows in run.dialects.items() if rows} or {*run.dialects}
+    notes = [*run.notes, checks.correct_units(columns)]
+    if run.timed_by_stamps & counted:
+        notes.append(STAMPS_NOTE)
+    if run.memory and run.rows and not run.memory_is_late:
+        notes.append(MEMORY_NOTE)
     status, evidence, end = _status(run, columns)
-    set_up = MEMORY_NOTE if run.memory and run.rows and not run.memory_is_late else ""
-    places = _places(run)
+    _learn_places(run)
+    places = run.places
     place = places.resolve(end.place) if end else Place()
-    hosts = (end.hosts or (place.node,) * bool(place.node)) if end else ()
+    hosts: tuple[str, ...] = ()
+    if end and end.hosts:
+        hosts = end.hosts
+    elif place.node:
+        hosts = (place.node,)
+    is_to_blame = end and end.blames_node and place.node_known >= Known.MAP
     memory = [row for _, row in sorted(run.memory.items())]
+    names = dict.fromkeys(name for row in memory for name in row)
     return RunLog(
         source=path,
         iterations=frame(columns, INTEGERS),
         validation=frame(run.validation.columns(), ("iteration",)),
-        memory=frame(
-            columns_of(memory, dict.fromkeys(name for row in memory for name in row)),
-            ("rank", "iteration"),
-        ),
+        memory=frame(columns_of(memory, names), ("rank", "iteration")),
         status=status,
         evidence=evidence,
         dialect=" + ".join(sorted(counted)) or "unknown",
@@ -202,48 +186,45 @@ def _finish(run: PartialRun, path: Path) -> RunLog:
         devices=tuple(device for _, device in sorted(run.devices.items())),
         totals=run.summary,
         rank=place.rank,
-        problems=checks.problems(run, columns),
         hosts=hosts,
-        exclude=excluded(hosts)
-        if end and end.blames_node and place.node_known >= Known.MAP
-        else "",
-        endings=tuple(replace(e, place=places.resolve(e.place)) for e in run.endings),
+        exclude=excluded(hosts) if is_to_blame else "",
+        endings=tuple(replace(one, place=places.resolve(one.place)) for one in run.endings),
         collectives=tuple(run.watchdogs.lines(places)) if status.has_failed else (),
-        notes=tuple(filter(None, (*run.notes, units, STAMPS_NOTE * bool(timed_by_stamps), set_up))),
         own=tuple(dict.fromkeys(run.own)),
         printed_at=timestamp(run.last_line),
+        notes=tuple(filter(None, notes)),
+        problems=checks.problems(run, columns),
     )
 
 
-def _places(run: PartialRun) -> Places:
-    """The places of the run's ranks, with what its arguments and its last iteration show of them."""
+def _learn_places(run: PartialRun) -> None:
+    """Give the places of the run's ranks what its arguments and its last iteration show of them."""
+    places = run.places
     world = run.arguments.get("world_size")
-    names = ("tensor_model_parallel_size", "pipeline_model_parallel_size")
-    run.places.has_groups = any(run.arguments.get(name, 1) != 1 for name in names)
-    run.places.world = world if isinstance(world, int) else 0
-    run.places.has_launchers |= b"[default" in run.last_line[:40]
-    run.places.see(place_of(run.last_line), run.last_line)
-    return run.places
+    places.world = world if isinstance(world, int) else 0
+    for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size"):
+        places.has_groups |= run.arguments.get(name, 1) != 1
+    places.has_launchers |= b"[default" in run.last_line[:40]
+    places.see(place_of(run.last_line), run.last_line)
 
 
-def _status(run: PartialRun, columns: Columns) -> tuple[Status, str, endings.Ending | None]:
+def _status(run: PartialRun, columns: Columns) -> tuple[Status, str, Ending | None]:
     """Status, evidence, and the ending if one decides; a run without any is unfinished."""
-    number, total, loss = (
-        columns[n][-1] if n in columns else NAN for n in ("iteration", "train_iters", "lm_loss")
-    )
+    number, total, loss = NAN, NAN, NAN
+    if run.rows:
+        number = columns["iteration"][-1]
+        total = columns["train_iters"][-1] if "train_iters" in columns else NAN
+        loss = columns["lm_loss"][-1] if "lm_loss" in columns else NAN
     is_done = number + 1 - run.first_iteration == total
-    # a run that the scheduler ended and that reached its last iteration was continued
-    ends = [
-        e for e in run.endings if not is_done or e.level > Level.SCHEDULER or e.rows >= run.rows
-    ]
-    end, last = endings.strongest(ends, run.rows), endings.text(run.last_line)
+    ends = run.endings
+    if is_done:  # a run that the scheduler ended and that reached its last iteration was continued
+        ends = [end for end in ends if end.level > Level.SCHEDULER or end.rows >= run.rows]
+    end = endings.strongest(ends, run.rows)
     if end and end.level < Level.PLANNED:
         return end.status, end.evidence, end
-    is_nan = (
-        "lm_loss" in columns
-        and loss != loss
-        and b"nan" in run.last_line.lower().partition(b"loss")[2][:16]
-    )
+    last = endings.text(run.last_line)
+    behind_loss = run.last_line.lower().partition(b"loss")[2]
+    is_nan = "lm_loss" in columns and loss != loss and b"nan" in behind_loss[:16]
     # the Trainer prints 0 for a loss that is NaN
     if is_nan or (loss == 0 and re.search(rb"'grad_norm': '?nan", run.last_line)):
         return Status.NAN_LOSS, last, None
@@ -251,7 +232,9 @@ def _status(run: PartialRun, columns: Columns) -> tuple[Status, str, endings.End
         return end.status, end.evidence, end
     if "train_runtime" in run.summary or is_done:
         return Status.COMPLETED, last, None
-    return (end.status, end.evidence, end) if end else (Status.UNFINISHED, last, None)
+    if end:
+        return end.status, end.evidence, end
+    return Status.UNFINISHED, last, None
 
 
 def read_run_folder(folder: Path | str) -> RunLog:
@@ -262,14 +245,16 @@ def read_run_folder(folder: Path | str) -> RunLog:
     from it. A run that ended before its first iteration has empty tables.
     """
     folder = Path(folder)
-    written = known_status(folder)
+    path = folder / "run.log"
     try:
-        log = _joined(read_logs(folder / "run.log"))
+        log = _joined(read_logs(path))
     except ValueError as error:
-        log = RunLog(source=folder / "run.log", status=Status.UNFINISHED, evidence=str(error))
-    if written:
+        log = RunLog(source=path, status=Status.UNFINISHED, evidence=str(error))
+    if written := known_status(folder):
         return replace(log, status=written.status, evidence=written.evidence)
-    return replace(log, notes=(*log.notes, *filter(None, [status_problem(folder)])))
+    if problem := status_problem(folder):
+        return replace(log, notes=(*log.notes, problem))
+    return log
 
 
 def _joined(parts: list[RunLog]) -> RunLog:
@@ -278,36 +263,33 @@ def _joined(parts: list[RunLog]) -> RunLog:
     """
     whole = parts[0]
     for part in parts[1:]:
-        iterations, timers = (
-            _until(whole.iterations, part.iterations),
-            _until(whole.timers, part.timers),
-        )
         resumes = whole.resumes
         if len(part.iterations) and len(whole.iterations):
             first = int(part.iterations["iteration"].iloc[0])
-            resumes = (*resumes, (first, whole.iterations[whole.iterations["iteration"] >= first]))
-        held = continued(whole.validation, part)
-        problems = tuple(dict.fromkeys((*whole.problems, *part.problems)))
-        part = replace(part, resumes=resumes, problems=problems, own=(*whole.own, *part.own))
-        whole = replace(part, iterations=iterations, validation=held, timers=timers)
+            again = whole.iterations[whole.iterations["iteration"] >= first]
+            resumes = (*resumes, (first, again))
+        whole = replace(
+            part,
+            iterations=_until(whole.iterations, part.iterations, part.iterations),
+            timers=_until(whole.timers, part.timers, part.timers),
+            validation=continued(whole.validation, part),
+            resumes=resumes,
+            problems=tuple(dict.fromkeys((*whole.problems, *part.problems))),
+            own=(*whole.own, *part.own),
+        )
     return whole
 
 
 def continued(before: DataFrame, log: RunLog) -> DataFrame:
     """The evaluations of earlier logs before the first iteration of `log`, and its own."""
+    return _until(before, log.iterations, log.validation)
+
+
+def _until(before: DataFrame, iterations: DataFrame, after: DataFrame) -> DataFrame:
+    """The rows before the first of these iterations, and those after it."""
     import pandas as pd
 
-    if len(before) and len(log.iterations):
-        before = before[before["iteration"] < log.iterations["iteration"].iloc[0]]
-    parts = [part for part in (before, log.validation) if len(part)]
+    if len(before) and len(iterations):
+        before = before[before["iteration"] < iterations["iteration"].iloc[0]]
+    parts = [part for part in (before, after) if len(part)]
     return pd.concat(parts, ignore_index=True) if parts else before
-
-
-def _until(before: DataFrame, after: DataFrame) -> DataFrame:
-    import pandas as pd
-
-    if before.empty or after.empty:
-        return before if after.empty else after
-    return pd.concat(
-        [before[before["iteration"] < after["iteration"].iloc[0]], after], ignore_index=True
-    )

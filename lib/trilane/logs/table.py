@@ -10,6 +10,8 @@ from trilane.utils.tables import DataFrame
 
 NAN = float("nan")
 MAX_COLUMNS = 500  # of a table, which a damaged log of ever new names would fill the memory with
+MAX_LATE = 64  # iterations that a rank may lag behind another
+MAX_WHOLE = 2**53  # of a whole number that a float holds exactly
 Columns = dict[str, np.ndarray]
 
 
@@ -38,17 +40,15 @@ class NumericTable:
         for name in more.keys() & self._columns.keys():
             self._columns[name][-1] = more[name]
 
-    def fill(self, iteration: float, more: Mapping[str, float]) -> None:
-        """Add what the row of that iteration lacks, if it is one of the last 64."""
+    def fill(self, more: Mapping[str, float]) -> None:
+        """Add what the row of that iteration lacks, if it is one of the last."""
         self._widen(more)
-        numbers, rows = (
-            self._columns["iteration"],
-            range(self.rows - 1, max(-1, self.rows - 65), -1),
-        )
-        for at in [at for at in rows if numbers[at] == iteration]:
-            for name in more.keys() & self._columns.keys():
-                if math.isnan(self._columns[name][at]):
-                    self._columns[name][at] = more[name]
+        numbers = self._columns["iteration"]
+        for at in range(max(0, self.rows - MAX_LATE), self.rows):
+            if numbers[at] == more["iteration"]:
+                for name in more.keys() & self._columns.keys():
+                    if math.isnan(self._columns[name][at]):
+                        self._columns[name][at] = more[name]
 
     def last(self, name: str) -> float:
         """The number in the last row, NaN if missing."""
@@ -73,13 +73,9 @@ def frame(columns: Columns | None = None, integers: Sequence[str] = ()) -> DataF
     """A DataFrame of the columns, of which those of `integers` without gaps become int64."""
     import pandas as pd
 
-    return pd.DataFrame(
-        {n: _whole(c) if n in integers else c for n, c in (columns or {}).items()}, copy=False
-    )
-
-
-def _whole(numbers: np.ndarray) -> np.ndarray:
-    """The numbers as int64, where all can be."""
-    return (
-        np.rint(numbers).astype(np.int64) if (abs(numbers) < 2**53).all() else numbers
-    )  # False for NaN
+    typed = dict(columns or {})
+    for name in integers:
+        # false for NaN
+        if name in typed and (abs(typed[name]) < MAX_WHOLE).all():
+            typed[name] = np.rint(typed[name]).astype(np.int64)
+    return pd.DataFrame(typed, copy=False)

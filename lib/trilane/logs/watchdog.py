@@ -9,7 +9,6 @@ https://github.com/pytorch/pytorch/blob/main/torch/csrc/distributed/c10d/Process
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from trilane.logs.places import Places
@@ -17,83 +16,79 @@ from trilane.utils.numbers import ranges
 from trilane.utils.tables import one_line
 
 MEMBER = re.compile(
-    rb"\[(?:PG (?:ID )?(\d{1,9}) ?(?:PG GUID ([^\s()\]]{1,64}))? ?(?:\(([^()]{1,64})\))? ?)?Rank (\d{1,7})\]"
+    rb"\[(?:PG (?:ID )?(\d{1,9}) ?(?:PG GUID ([^\s()\]]{1,64}))? ?(?:\(([^()]{1,64})\))? ?)?"
+    rb"Rank (\d{1,7})\]"
+)
+OF_RUN = re.compile(rb"\[rank(\d{1,7})\]")
+WORK = re.compile(
+    rb"WorkNCCL\(SeqNum=(\d{1,18}), OpType=(\w{1,60})(?:, NumelIn=(\d{1,18}))?.{0,400}\) ran for \d"
 )
 TIMED_OUT = re.compile(
-    rb"WorkNCCL\(SeqNum=(\d{1,18}), OpType=(\w{1,60})(?:, NumelIn=(\d{1,18}))?.{0,400}\) ran for \d|"
     rb"Timeout at NCCL work: (\d{1,18})|detected by watchdog at work(?: sequence id)?: (\d{1,18})"
 )
 COUNTS = re.compile(
-    rb"[Ll]ast enqueued (?:NCCL )?work: (-?\d{1,18}),.{0,120}[Ll]ast completed (?:NCCL )?work: (-?\d{1,18})"
+    rb"[Ll]ast enqueued (?:NCCL )?work: (-?\d{1,18}),.{0,120}"
+    rb"[Ll]ast completed (?:NCCL )?work: (-?\d{1,18})"
 )
 WORDS = (b"WorkNCCL", b"NCCL work", b"by watchdog", b"nqueued", b"terminated with exception")
-DEFAULT, SHOWN = (
-    "default_pg",
-    8,
-)  # the group of all ranks; lines that are shown, and ranks with their nodes
+DEFAULT = "default_pg"  # the group of all ranks
+SHOWN = 8  # lines, and ranks with their nodes
+MAX_REPORTS = 200_000
 
 
 @dataclass(kw_only=True)
 class Report:
-    """Of a rank in a process group: the work that timed out (-1: none), what it was by the names
-    that the rank prints, and the last work that it had enqueued and completed ("": not printed).
+    """Of a rank in a process group: the work that timed out (-1: none), what it was, and the last
+    work that it had enqueued and completed ("": not printed).
     """
 
     stuck: int = -1
-    ops: set[str] = field(default_factory=set)
+    operation: str = ""
     counts: str = ""
-    failed: bool = False
 
     def __str__(self) -> str:
-        op = f" ({min(self.ops)})" if len(self.ops) == 1 else ""  # two groups may be at one number
-        stuck = (
-            f"timed out in work {self.stuck}{op}"
-            if self.stuck >= 0
-            else "ended with an error" * self.failed
-        )
-        return "; ".join(filter(None, (stuck, self.counts))) or "its report is cut"
+        parts = []
+        if self.stuck >= 0:
+            parts.append(f"timed out in work {self.stuck}{self.operation}")
+        if self.counts:
+            parts.append(self.counts)
+        return "; ".join(parts) or "ended with an error"
+
+
+Reports = dict[tuple[str, int], Report]  # by process group ("": not named) and rank
 
 
 @dataclass(kw_only=True)
 class Watchdogs:
-    """What the ranks of a run reported, by process group ("" where the log does not name it) and
-    rank: `numbered` in the run, or `others` in their group alone.
-    """
+    """What the ranks of a run reported: `numbered` in the run, or `others` in their group alone."""
 
-    numbered: dict[tuple[str, int], Report] = field(default_factory=dict)
-    others: dict[tuple[str, int], Report] = field(default_factory=dict)
+    numbered: Reports = field(default_factory=dict)
+    others: Reports = field(default_factory=dict)
 
     def read(self, line: bytes) -> None:
         """Read a line of a watchdog or the heartbeat monitor."""
-        if (
-            (member := MEMBER.search(line))
-            and b"periodically" not in line
-            and len(self.numbered) < 200_000
-        ):
-            group, found = _group(member), re.search(rb"\[rank(\d{1,7})\]", line)
-            reports = self.numbered if found or group == DEFAULT else self.others
-            rank = int(found[1] if found else member[4])
-            report = reports.setdefault((group, rank), Report())
-            timed, counts = TIMED_OUT.search(line), COUNTS.search(line)
-            # a watchdog's first line names the operation and not the group, later ones the group
-            # alone
-            first = reports.get(("", rank), report)
-            at = int(next(filter(None, (timed[1], timed[4], timed[5])))) if timed else -1
-            if timed and timed[2]:
-                size = (
-                    f" of {int(timed[3]):,} elements"
-                    if timed[3] and not timed[2].startswith(b"ALLTOALL")
-                    else ""
-                )
-                report.ops.add(timed[2].decode() + size)
-            if timed and (
-                timed[2] or timed[4] or first.stuck == at
-            ):  # else an error, not a timeout
-                report.stuck = at if report.stuck < 0 else min(at, report.stuck)
-                report.ops = first.ops if first.stuck == at else report.ops
-            report.failed |= b"terminated with exception" in line and b"imeout" not in line
-            if counts:
-                report.counts = f"last enqueued {int(counts[1])}, last completed {int(counts[2])}"
+        member = MEMBER.search(line)
+        if not member or b"periodically" in line or len(self.numbered) > MAX_REPORTS:
+            return
+        group = _group(member)
+        of_run = OF_RUN.search(line)
+        reports = self.numbered if of_run or group == DEFAULT else self.others
+        rank = int(of_run[1] if of_run else member[4])
+        report = reports.setdefault((group, rank), Report())
+        # a watchdog's first line names the operation and not the group, later ones the group alone
+        first = reports.get(("", rank), report)
+        if work := WORK.search(line):
+            report.stuck = int(work[1])
+            report.operation = f" ({work[2].decode()})"
+            if work[3] and not work[2].startswith(b"ALLTOALL"):
+                report.operation = f" ({work[2].decode()} of {int(work[3]):,} elements)"
+        elif timed := TIMED_OUT.search(line):
+            stuck = int(timed[timed.lastindex or 0])
+            if timed[1] or first.stuck == stuck:  # else an error, not a timeout
+                report.stuck = stuck
+                report.operation = first.operation if first.stuck == stuck else ""
+        if counts := COUNTS.search(line):
+            report.counts = f"last enqueued {int(counts[1])}, last completed {int(counts[2])}"
 
     def lines(self, places: Places) -> list[str]:
         """A line for each report in a process group in which a work timed out, with the ranks that
@@ -102,51 +97,43 @@ class Watchdogs:
         The log does not give the members of a group: who printed nothing is known of the group of
         all ranks alone.
         """
-        is_numbered = any(report.stuck >= 0 for report in self.numbered.values())
-        reports = self.numbered if is_numbered else self.others
-        named = {rank for (group, rank), report in reports.items() if group and report.stuck >= 0}
-        stuck = {
-            group
-            for (group, rank), report in reports.items()
-            if report.stuck >= 0 and (group or rank not in named)
-        }
-        same = defaultdict[tuple[str, str], list[int]](list)
+        reports = self.others
+        of_group = " of it"
+        if any(report.stuck >= 0 for report in self.numbered.values()):
+            reports = self.numbered
+            of_group = ""
+        stuck = [key for key, report in reports.items() if report.stuck >= 0]
+        named = {rank for group, rank in stuck if group}
+        groups = {group for group, rank in stuck if group or rank not in named}
+        same: defaultdict[tuple[str, str], list[int]] = defaultdict(list)
         for (group, rank), report in reports.items():
-            if group in stuck and (group or rank not in named):
+            if group in groups and (group or rank not in named):
                 same[group, str(report)].append(rank)
-        there = {rank for group, rank in reports if group == DEFAULT}
-        ranks = places.ranks
-        if (
-            DEFAULT in stuck
-            and max(there) < ranks
-            and (silent := [r for r in range(ranks) if r not in there])
-        ):
-            same[DEFAULT, "nothing of them is in this log"] = silent
-        of = "" if is_numbered else " of it"
-        order = sorted(same, key=lambda key: (key[0], "timed out" in key[1], len(same[key])))
-        found = [
-            f"{g or 'a process group'}: {_ranks(same[g, text], places)}{of}: {text}"
-            for g, text in order
-        ]
-        return [*found[:SHOWN], *([f"and {len(found) - SHOWN} more"] if len(found) > SHOWN else [])]
+        if DEFAULT in groups:
+            printed = {rank for group, rank in reports if group == DEFAULT}
+            silent = [rank for rank in range(places.ranks) if rank not in printed]
+            if silent and max(printed) < places.ranks:
+                same[DEFAULT, "nothing of them is in this log"] = silent
+        lines = []
+        for group, text in sorted(same, key=lambda key: (key[0], "timed out" in key[1])):
+            ranks = sorted(same[group, text])
+            shown = ranges(ranks, 2 * SHOWN)
+            word = "rank" if len(ranks) == 1 else "ranks"
+            hosts = {places.host(rank): None for rank in ranks[: SHOWN + 1]}
+            hosts.pop("", None)
+            on = f" ({', '.join(hosts)})" if hosts and len(ranks) <= SHOWN else ""
+            lines.append(f"{group or 'a process group'}: {word} {shown}{on}{of_group}: {text}")
+        if len(lines) > SHOWN:
+            lines[SHOWN:] = [f"and {len(lines) - SHOWN} more"]
+        return lines
 
 
 def _group(member: re.Match[bytes]) -> str:
     """The group by the name that all its ranks share: `default_pg`, or its GUID with what it is
     for.
     """
-    number, guid, purpose, _ = (
-        text.decode("utf-8", "replace") if text else "" for text in member.groups()
-    )
+    texts = [(text or b"").decode("utf-8", "replace") for text in member.groups()]
+    number, guid, purpose, _ = texts
     if purpose == DEFAULT or (not purpose and (guid or number) == "0"):
         return DEFAULT
     return one_line(f"{purpose or 'process group'} {guid or number}") if number else ""
-
-
-def _ranks(ranks: Iterable[int], places: Places) -> str:
-    """`ranks 0-6, 9`, with the nodes of a few."""
-    known = sorted(ranks)
-    hosts = dict.fromkeys(filter(None, map(places.host, known))) if len(known) <= SHOWN else {}
-    return f"rank{'s' * (len(known) > 1)} {ranges(known, 2 * SHOWN)}" + (
-        f" ({', '.join(hosts)})" if hosts else ""
-    )

@@ -1,6 +1,4 @@
-"""Hand-written tables of measured runs, in Markdown or CSV: each row is a run, with what its
-numbers contradict.
-"""
+"""Tables of measured runs in Markdown or CSV: each row is a run, with what its numbers contradict."""
 
 import csv
 import re
@@ -17,19 +15,13 @@ from trilane.utils.validation import shipped_json
 from trilane.workspace.status import Status
 
 Lines = list[tuple[int, list[str]]]  # the cells of each row, with the number of its line
-RULE = re.compile(r"\s*(?:\|\s*)?:?-+:?\s*\|[-:|\s]*$")  # below a header
-# a comma before three digits, but not after a zero: 0,125 is 1/8
-THOUSANDS = r"[1-9]\d{0,2}(?:,\d{3})+(?:\.\d*)?"
-NUMBER = re.compile(
-    rf"[~≈]?\s*([-+]?(?:{THOUSANDS}|[1-9]\d{{0,2}}(?:\s\d{{3}})+(?:[.,]\d+)?|\d[\d_]*(?:[.,]\d*)?)(?:[eE][-+]?\d+)?)"
-    r"\s*([A-Za-zµ][A-Za-z/.]*)?"
-)
-MARKUP = re.compile(r"</?[a-zA-Z][^<>]{0,200}>|\[\^[^\]]{1,80}\]")  # tags and footnotes
+RULE = re.compile(r"[\s:|-]*-[\s:|-]*")  # the line below a header of Markdown
+THOUSANDS = re.compile(r"[-+]?[1-9]\d{0,2}(,\d{3})+(\.\d*)?")
+NUMBER = re.compile(r"([-+]?\d[\d_,]*(?:\.\d*)?(?:[eE][-+]?\d+)?)\s*([A-Za-zµ][A-Za-z/.]*)?")
 SUFFIXES = (".csv", ".tsv", ".md")  # of files that hold tables of rows
-CHOICES = (
-    *("gpus", "nodes", "size", "dp", "tp", "pp", "mbs", "gbs"),
-    *("chunks", "zero", "layers", "hidden", "heads", "seq"),
-)
+LARGEST = 1 << 22  # bytes; larger files are logs
+SIZES = ("gpus", "nodes", "size", "dp", "tp", "pp", "mbs", "gbs")
+CHOICES = (*SIZES, "chunks", "zero", "layers", "hidden", "heads", "seq")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +35,7 @@ class Row:
     numbers: Mapping[str, float]
 
     def __getitem__(self, name: str) -> float:
+        """The number in that column; NaN without one, with which every comparison is false."""
         return self.numbers.get(name, NAN)
 
     @property
@@ -50,10 +43,13 @@ class Row:
         """How the run ended: completed where it measured something; None for a row of something
         else.
         """
-        if self["time"] == self["time"] or "tflops" in self.numbers:
+        if "time" in self.numbers or "tflops" in self.numbers:
             return Status.COMPLETED
-        words = {r"\bOOM\b": Status.OOM, r"\bhangs?\b|\bhung\b": Status.HANG}
-        return next((words[word] for word in words if re.search(word, self.text)), None)
+        if re.search(r"\bOOM\b", self.text):
+            return Status.OOM
+        if re.search(r"\bhangs?\b|\bhung\b", self.text):
+            return Status.HANG
+        return None
 
 
 def read_runs(path: Path | str) -> list[RunLog]:
@@ -64,95 +60,98 @@ def read_runs(path: Path | str) -> list[RunLog]:
     binary, or holds no run.
     """
     path = Path(path)
-    is_small = path.is_file() and path.stat().st_size < 1 << 22  # larger files are logs
-    lines = path.read_text("utf-8-sig", "replace").splitlines() if is_small else []
-    found = [
-        row
-        for header, body in tables(lines, path.suffix)
-        if measures(header)
-        for row in rows(header, body)
-    ]
-    return _runs(found, path) or read_logs(path)
+    runs: list[RunLog] = []
+    if path.is_file() and path.stat().st_size < LARGEST:
+        lines = path.read_text("utf-8-sig", "replace").splitlines()
+        every: list[Row] = []
+        for header, body in tables(lines, path.suffix):
+            if measures(header):
+                every += rows(header, body)
+        for row, problems in zip(every, wrong(every), strict=True):
+            if row.ending:
+                runs.append(_run(row, row.ending, problems, path))
+    return runs or read_logs(path)
 
 
-def _runs(found: Sequence[Row], path: Path) -> list[RunLog]:
-    return [
-        _run(row, row.ending, one, path)
-        for row, one in zip(found, wrong(found), strict=True)
-        if row.ending
-    ]
-
-
-def wrong(found: Sequence[Row]) -> list[dict[str, str]]:
+def wrong(every: Sequence[Row]) -> list[dict[str, str]]:
     """The contradictions of each row, but for what all of several contradict: a column that means
     something else.
     """
-    of_each = [dict(contradictions(row)) for row in found]
-    usual = set.intersection(*map(set, of_each)) if len(of_each) > 2 else set()
-    return [{name: text for name, text in one.items() if name not in usual} for one in of_each]
+    of_each = [dict(contradictions(row)) for row in every]
+    if len(of_each) < 3:
+        return of_each
+    usual = set.intersection(*map(set, of_each))
+    return [{name: one[name] for name in one if name not in usual} for one in of_each]
 
 
 @cache
 def known_columns() -> dict[str, str]:
     """The name of a column by each way to write it, in small letters without blanks or marks."""
-    return {
-        word: name
-        for name, words in shipped_json("table_columns").items()
-        for word in words.split()
-    }
+    names: dict[str, str] = {}
+    for name, words in shipped_json("table_columns").items():
+        names |= dict.fromkeys(words.split(), name)
+    return names
 
 
 def column(header: str) -> tuple[str, str]:
     """The name of a column ("" if unknown) and the unit in its header; ? for a time that may be
     another quantity.
     """
-    header = MARKUP.sub(" ", header)
-    bracket = re.compile(
-        r"[(\[]([^)\]]{0,80})[)\]]"
-    )  # of bounded length: a line of 100,000 brackets takes no longer
-    inside = re.search(r"(?:_|\b)(ms|[GM]i?B|[gm]i?b|[bB]|bytes)(?:_|\b)|(it|iter)s?/s\b", header)
-    outside = bracket.search(header)
-    unit = outside[1].strip() if outside else inside[0].strip("_") if inside else ""
-    key, of_unit = (
-        re.sub(r"[^a-z0-9/]+", "", text.lower()) for text in (bracket.sub("", header), unit)
-    )
+    # of bounded length: a line of 100,000 brackets takes no longer
+    bracket = re.compile(r"[(\[]([^)\]]{0,80})[)\]]")
+    unit = ""
+    if outside := bracket.search(header):
+        unit = outside[1].strip()
+    elif inside := re.search(r"(?:_|\b)(ms|[GM]i?B|[gm]i?b|B|bytes)(?:_|\b)|iters?/s\b", header):
+        unit = inside[0].strip("_")
+    elif re.search(r"\bits?/s\b", header):
+        unit = "it/s"
+    key = _key(bracket.sub("", header))
     known = known_columns()
     name = known.get(key) or known.get(re.sub(r"(ms|[gm]i?b|bytes)$", "", key), "")
     if key in ("time", "throughput", "speed"):
-        is_rate = known.get(of_unit) in ("tflops", "tokens", "tokens_per_gpu", "samples")
-        return (known[of_unit], "") if is_rate else (name, unit or "?")
-    return name, "GFLOPS" if key.startswith("gflop") else unit
+        rate = known.get(_key(unit), "")
+        if rate in ("tflops", "tokens", "tokens_per_gpu", "samples"):
+            return rate, ""
+        return name, unit or "?"
+    if key.startswith("gflop"):
+        unit = "GFLOPS"
+    return name, unit
+
+
+def _key(text: str) -> str:
+    return re.sub(r"[^a-z0-9/]+", "", text.lower())
 
 
 def number(name: str, text: str, unit: str = "") -> float:
-    """The number of a cell in the unit of its column; NaN for what is none, and for another
-    quantity's unit.
+    """The number of a cell in the unit of its column: seconds, 1e9 parameters, GiB (as nvidia-smi
+    means GB), tokens. NaN for what is none, and for another quantity's unit.
     """
-    if not (found := NUMBER.fullmatch(MARKUP.sub("", text).strip().strip("*`").strip())):
+    cell = NUMBER.fullmatch(text.strip(" *`~"))
+    if not cell:
         return NAN
-    # from a unit to what a column is in: seconds, 1e9 parameters, GiB (as nvidia-smi means GB),
-    # tokens
-    digits, units = re.sub(r"[\s_]", "", found[1]), shipped_json("table_units")
-    value = float(digits.replace(",", "" if re.fullmatch(THOUSANDS, digits) else "."))
+    digits = cell[1].replace("_", "")
+    # the other comma is a decimal one; two of them are no number
+    digits = digits.replace(",", "" if THOUSANDS.fullmatch(digits) else ".")
+    if digits.count(".") > 1:
+        return NAN
+    value = float(digits)
+    is_possible = 0 < value < 1e15 or (name == "zero" and value == 0)
+    if not is_possible:
+        return NAN
     # without what it is per, as in s/it and GB/GPU
-    plain = re.sub(
-        r"(?:/|\s?per\s)(?:it|iter|iteration|step|gpu|card|device|node)s?$",
-        "",
-        (found[2] or unit).lower(),
-    )
-    if not (0 < value < 1e15 or (name == "zero" and value == 0)):
-        return NAN
+    per = r"(?:/|\s?per\s)(?:it|iter|iteration|step|gpu|card|device|node)s?$"
+    plain = re.sub(per, "", (cell[2] or unit).lower())
     if name == "time" and re.fullmatch("(it|iter|iteration)s?/s(ec)?", plain):
         return 1 / value
-    if name == "size" and not plain and value >= 1e6:
-        return value / 1e9
     if name == "tflops":
         return value * {"g": 1e-3, "p": 1e3}.get(plain[:1], 1.0)
-    # a count may name what it counts; a batch in tokens is no batch in sequences
-    counts = name not in units and re.match(
-        r"gpus?|nodes?|layers?|heads?|seqs?|sequences|samples|micro-?batch", plain
-    )
-    return value * (1.0 if counts or not plain else units.get(name, {}).get(plain, NAN))
+    if name == "size" and not plain and value >= 1e6:
+        return value / 1e9  # a count of parameters
+    if not plain:
+        return value
+    factor: float = shipped_json("table_units").get(name, {}).get(plain, NAN)
+    return value * factor
 
 
 def measures(header: list[str]) -> bool:
@@ -160,130 +159,126 @@ def measures(header: list[str]) -> bool:
     configuration.
     """
     names = {column(name)[0] for name in header}
-    return bool(names & {"time", "tflops"}) and len(names & {*CHOICES[:8]}) >= 2
+    return bool(names & {"time", "tflops"}) and len(names & {*SIZES}) >= 2
 
 
 def tables(lines: list[str], suffix: str) -> Iterator[tuple[list[str], Lines]]:
     """Each table of a file with that suffix as header, and rows with the numbers of their lines,
-    from 1.
+    from 1. Raises ValueError for what is no CSV.
     """
-    return csv_tables(lines) if suffix in SUFFIXES[:2] else markdown_tables(lines)
-
-
-def markdown_tables(lines: list[str]) -> Iterator[tuple[list[str], Lines]]:
-    """Each table as header, and rows with the numbers of their lines, from 1."""
-    stop = 0
-    for at in range(len(lines) - 1):
-        if (
-            at >= stop
-            and "|" in lines[at]
-            and RULE.match(lines[at + 1])
-            and not RULE.match(lines[at])
-        ):
-            stop = next((n for n in range(at + 2, len(lines)) if "|" not in lines[n]), len(lines))
-            cells = [(n + 1, _split(lines[n])) for n in (at, *range(at + 2, stop))]
-            yield cells[0][1], cells[1:]
-
-
-def _split(line: str) -> list[str]:
-    inner = line.strip().removeprefix("|")
-    inner = inner.removesuffix("|") if not inner.endswith("\\|") else inner  # `\|` is text
-    return [part.replace("\\|", "|").strip() for part in re.split(r"(?<!\\)\|", inner)]
-
-
-def csv_tables(lines: list[str]) -> Iterator[tuple[list[str], Lines]]:
-    """The table of a CSV file (comma, semicolon or tab), as in markdown_tables."""
-    begin = next((n for n, line in enumerate(lines) if line.strip() and line[0] != "#"), 0)
-    reader = csv.reader(
-        lines[begin:], delimiter=max(",;\t", key="".join(lines[begin : begin + 1]).count)
-    )
+    if suffix not in (".csv", ".tsv"):
+        yield from _markdown_tables(lines)
+        return
+    begin = 0
+    while begin < len(lines) and (not lines[begin].strip() or lines[begin].startswith("#")):
+        begin += 1
+    delimiter = max(",;\t", key="".join(lines[begin : begin + 1]).count)
+    reader = csv.reader(lines[begin:], delimiter=delimiter)
+    cells: Lines = []
     try:
-        # a quoted cell may hold line ends, which the reader counts
-        cells = [
-            (begin + reader.line_num, row) for row in reader if not "".join(row[:1]).startswith("#")
-        ]
+        for row in reader:
+            if not "".join(row[:1]).startswith("#"):
+                # a quoted cell may hold line ends, which the reader counts
+                cells.append((begin + reader.line_num, row))
     except csv.Error as error:  # a cell of more than 131072 characters
         raise ValueError(f"table=line {begin + reader.line_num}: is no CSV ({error})") from None
     if cells:
         yield cells[0][1], cells[1:]
 
 
+def _markdown_tables(lines: list[str]) -> Iterator[tuple[list[str], Lines]]:
+    header: list[str] = []
+    body: Lines = []
+    for number, line in enumerate([*lines, ""], 1):
+        if header and "|" in line:
+            body.append((number, _cells(line)))
+            continue
+        if header:
+            yield header, body
+        header = []
+        if number > 1 and "|" in line and RULE.fullmatch(line) and "|" in lines[number - 2]:
+            header = _cells(lines[number - 2])
+            body = []
+
+
+def _cells(line: str) -> list[str]:
+    inner = line.strip().removeprefix("|").removesuffix("|")
+    return [cell.strip() for cell in inner.split("|")]
+
+
 def rows(header: list[str], body: Lines) -> Iterator[Row]:
     """The rows that are not empty; of two columns of one quantity the first counts."""
     columns = [column(name) for name in header]
-    if any(name == "tflops" for name, _ in columns):
-        columns = [(name, "s" if unit == "?" else unit) for name, unit in columns]
+    if any(name == "tflops" for name, _ in columns):  # a bare `time` then is no rate
+        columns = [(name, unit.replace("?", "s")) for name, unit in columns]
     for line, texts in body:
-        cells: dict[str, tuple[str, str]] = {}
+        numbers: dict[str, float] = {}
+        seen = {""}
         for (name, unit), text in zip(columns, texts, strict=False):
-            cells.setdefault(name, (text, unit))
-        noted = re.match(r"(\d+\.?\d*) ?Gi?B\b", cells.get("notes", ("", ""))[0].strip())
-        cells = ({"mem": (noted[1], "")} if noted else {}) | cells
-        numbers = {
-            name: value
-            for name, cell in cells.items()
-            if name and (value := number(name, *cell)) == value
-        }
+            value = NAN
+            if name not in seen:
+                value = number(name, text, unit)
+            seen.add(name)
+            if value == value:
+                numbers[name] = value
         if any(texts):
             yield Row(line=line, text=" | ".join(map(str.strip, texts)), numbers=numbers)
 
 
-def _run(row: Row, status: Status, wrong: Mapping[str, str], path: Path) -> RunLog:
+def _run(row: Row, status: Status, problems: Mapping[str, str], path: Path) -> RunLog:
     """A row as a run of one iteration; its arguments have the names of columns, the size in 1e9
     parameters.
     """
-    chosen = {name: row[name] for name in CHOICES if name in row.numbers}
-    text, measured, held = endings.text(row.text.encode()), dict[str, float](), dict[str, float]()
+    text = endings.text(row.text.encode())
+    measured: dict[str, float] = {}
+    memory: dict[str, float] = {}
     if status is Status.COMPLETED:
-        rate = row.numbers.get("tflops", NAN) * 1e12
+        rate = row["tflops"] * 1e12
         measured = {"iteration": NAN, "sec_per_it": row["time"], "flops_per_s_per_gpu": rate}
     if "mem" in row.numbers:
-        held = {"rank": 0.0, "max_reserved": row["mem"] * 2**30}
+        memory = {"rank": 0.0, "max_reserved": row["mem"] * 2**30}
+    arguments: dict[str, int | float] = {}
+    for name in CHOICES:
+        if name in row.numbers:
+            value = row[name]
+            arguments[name] = int(value) if value.is_integer() else value
     return RunLog(
         source=path,
         iterations=frame(columns_of([measured], measured)),
-        memory=frame(columns_of([held], held), ("rank",)),
+        memory=frame(columns_of([memory], memory), ("rank",)),
         status=status,
         evidence=f"line {row.line}: {text}",
         dialect="table",
-        arguments={name: int(v) if v == int(v) else v for name, v in chosen.items()}
-        | {"line": row.line},
+        arguments={**arguments, "line": row.line},
         problems=tuple(
-            Problem(rule="row", column=c, message=wrong[c], line=row.line, evidence=text)
-            for c in wrong
+            Problem(rule="row", column=name, message=message, line=row.line, evidence=text)
+            for name, message in problems.items()
         ),
     )
 
 
 def contradictions(row: Row) -> Iterator[tuple[str, str]]:
-    """What contradicts the other numbers of a row, and how: GPUs, batch, FLOP/s, rates."""
-    degrees = row["dp"] * row["tp"] * row["pp"] * row.numbers.get("cp", 1.0)
-    known = (row["gpus"], row["nodes"] * row["gpus_per_node"], degrees)
-    gpus, replicas = next((n for n in known if n == n), NAN), row["mbs"] * row["dp"]
-    if abs(degrees - gpus) >= 1 and row["nodes"] != 1:  # of a single node some may be idle
-        yield "gpus", f"DP x TP x PP = {degrees:.10g}, but {gpus:.10g} GPUs"
-    if row["gbs"] % replicas > 0 or abs(row["gbs"] / replicas - row.numbers.get("chunks", NAN)) > 0:
-        yield (
-            "gbs",
-            f"GBS {row['gbs']:.10g} is not microbatches x MBS {row['mbs']:.10g} x DP {row['dp']:.10g}",
-        )
-    L, h, tokens = row["layers"], row["hidden"], row["gbs"] * row["seq"]
+    """What contradicts the other numbers of a row, and how: GPUs, batch, FLOP/s."""
+    product = row["dp"] * row["tp"] * row["pp"] * row.numbers.get("cp", 1.0)
+    gpus = row["gpus"]
+    for other in (row["nodes"] * row["gpus_per_node"], product):
+        if gpus != gpus:
+            gpus = other
+    if abs(product - gpus) >= 1 and row["nodes"] != 1:  # of a single node some may be idle
+        yield "gpus", f"DP x TP x PP = {product:.10g}, but {gpus:.10g} GPUs"
+    replicas = row["mbs"] * row["dp"]
+    if row["gbs"] % replicas > 0 or abs(row["gbs"] / replicas - row["chunks"]) > 0:
+        product_text = f"MBS {row['mbs']:.10g} x DP {row['dp']:.10g}"
+        yield "gbs", f"GBS {row['gbs']:.10g} is not microbatches x {product_text}"
+    L, h = row["layers"], row["hidden"]
     # L (12 h^2 + 13 h) parameters in 1e9 without embeddings (document 003), and as stated
     sizes = [size for size in (L * (12 * h + 13) * h / 1e9, row["size"]) if size == size]
-    # 6 FLOPs a parameter and token, 8 with recomputation; embeddings and attention are left out, so
-    # a tenth is allowed
-    low, high = (
-        f * tokens * s(sizes, default=NAN) / (row["time"] * gpus) / 1e3
-        for f, s in ((5.4, min), (8.8, max))
-    )
-    if row.numbers.get("tflops", NAN) < low or row.numbers.get("tflops", NAN) > high:
-        yield (
-            "tflops",
-            f"{row['tflops']:.4g} TFLOP/s, but by size, batch and seconds {low:.4g} to {high:.4g}",
-        )
-    rates = {"samples": row["gbs"], "tokens": tokens, "tokens_per_gpu": tokens / gpus}
-    for name, rate in ((name, amount / row["time"]) for name, amount in rates.items()):
-        if (
-            abs(row.numbers.get(name, NAN) / rate - 1) > 0.1
-        ):  # a mean over other iterations differs as well
-            yield name, f"{row[name]:.6g} a second, but by batch and seconds {rate:.6g}"
+    if sizes:
+        # 6 FLOPs a parameter and token, 8 with recomputation; embeddings and attention are left
+        # out, so a tenth is allowed
+        tokens_per_gpu_per_s = row["gbs"] * row["seq"] / row["time"] / gpus
+        low = 5.4 * tokens_per_gpu_per_s * min(sizes) / 1e3
+        high = 8.8 * tokens_per_gpu_per_s * max(sizes) / 1e3
+        if row["tflops"] < low or row["tflops"] > high:
+            by_size = f"by size, batch and seconds {low:.4g} to {high:.4g}"
+            yield "tflops", f"{row['tflops']:.4g} TFLOP/s, but {by_size}"

@@ -180,7 +180,7 @@ def main(argv: list[str]) -> int:
     """
     source, out, plan, iteration = argv
     try:
-        if folder := megatron.found(Path(source)):
+        if folder := megatron.checkpoint_folder(Path(source)):
             require(
                 bool(plan),
                 "plan",

@@ -3,7 +3,6 @@
 import codecs
 import gzip
 import os
-import re
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,11 +11,12 @@ from typing import BinaryIO
 from trilane.utils.validation import require, require_file
 
 BLOCK = 1 << 21  # bytes read at once
-UNPACKED, MAX_RATIO = (
-    1 << 30,
-    200,
-)  # bytes that any gzip file may hold, and what a larger one may relative to its size
+HEAD = 1 << 16  # bytes that show whether it is a log
+UNPACKED = 1 << 30  # bytes that any gzip file may hold
+MAX_RATIO = 200  # and what a larger one may relative to its size
 MAX_LINE = 1 << 24  # bytes: a longer line is cut, so that memory stays bounded without line ends
+CONTROLS = bytes({*range(1, 32), 127} - set(b"\t\n\r\x0b\x0c\x1b\x08\x07"))
+MAX_CONTROLS = 1 / 50  # of a log's bytes
 
 
 def blocks(path: Path, notes: list[str] | None = None) -> Iterator[bytes]:
@@ -29,13 +29,19 @@ def blocks(path: Path, notes: list[str] | None = None) -> Iterator[bytes]:
     """
     require_file("log", path)
     with path.open("rb") as raw:
-        rest, size, started = b"", 0, False
+        rest = b""
+        size = 0
+        has_begun = False
         for chunk in _chunks(raw, path, [] if notes is None else notes):
             size += len(chunk)
-            data = chunk if started else chunk.lstrip(b"\0").removeprefix(codecs.BOM_UTF8)
-            if data and not started:
-                require(not is_binary(data[: 1 << 16]), "log", path, "is a binary file, not a log")
-                started = True
+            data = chunk
+            if not has_begun:
+                data = chunk.lstrip(b"\0").removeprefix(codecs.BOM_UTF8)
+                head = data[:HEAD]
+                odd = len(head) - len(head.translate(None, CONTROLS))
+                is_text = odd <= MAX_CONTROLS * len(head)
+                require(is_text, "log", path, "is a binary file, not a log")
+                has_begun = bool(data)
             cut = data.rfind(b"\n") + 1
             if cut == 0 and len(rest) + len(data) < MAX_LINE:
                 rest += data
@@ -43,51 +49,30 @@ def blocks(path: Path, notes: list[str] | None = None) -> Iterator[bytes]:
             cut = cut or len(data)
             yield rest + data[:cut]
             rest = data[cut:]
-        require(
-            os.fstat(raw.fileno()).st_size >= raw.tell(),
-            "log",
-            path,
-            "became shorter while it was read; read it again",
-        )
+        is_whole = os.fstat(raw.fileno()).st_size >= raw.tell()
+        require(is_whole, "log", path, "became shorter while it was read; read it again")
         require(size > 0, "log", path, "is empty")
-        require(started, "log", path, "is a binary file, not a log")
+        require(has_begun, "log", path, "is a binary file, not a log")
         if rest:
             yield rest
 
 
 def _chunks(raw: BinaryIO, path: Path, notes: list[str]) -> Iterator[bytes]:
-    packed = raw.read(2) == b"\x1f\x8b"
+    is_packed = raw.read(2) == b"\x1f\x8b"
     raw.seek(0)
-    if not packed:
+    if not is_packed:
         yield from iter(lambda: raw.read(BLOCK), b"")
         return
     left = max(UNPACKED, MAX_RATIO * path.stat().st_size)
+    rule = f"unpacks to more than {MAX_RATIO} times its size, as no log does"
     try:
         with gzip.GzipFile(fileobj=raw) as file:
-            while block := file.read1(
-                BLOCK
-            ):  # read() loses what it unpacked before the end of a cut file
+            # read() loses what it unpacked before the end of a cut file
+            while block := file.read1(BLOCK):
                 left -= len(block)
-                require(
-                    left >= 0,
-                    "log",
-                    path,
-                    f"unpacks to more than {MAX_RATIO} times its size, as no log does",
-                )
+                require(left >= 0, "log", path, rule)
                 yield block
     except EOFError:
-        notes.append(
-            "the gzip file ends early (it was cut, or is still written): what came after is not known"
-        )
+        notes.append("the gzip file ends early (it was cut, or is still written)")
     except (zlib.error, gzip.BadGzipFile) as error:
         raise ValueError(f"log={path}: a damaged gzip file ({error})") from None
-
-
-def is_binary(head: bytes) -> bool:
-    """Whether over 2 % of the bytes are control characters, or most are zero; but for holes, which
-    file systems leave in a log whose node died.
-    """
-    text = re.sub(rb"\0{64,}", b"", head)
-    control = bytes({*range(1, 32)} - set(b"\t\n\r\x0b\x0c\x1b\x08\x07")) + b"\x7f"
-    odd = len(text) - len(text.translate(None, control))
-    return odd > len(text) // 50 or text.count(b"\0") > len(text) // 2 or (bool(head) and not text)

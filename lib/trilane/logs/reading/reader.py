@@ -2,7 +2,7 @@
 
 Programs pad or round their numbers, so a log has few *forms*, which are lines with every digit as
 0. The first line of a form is searched by all rules; where it is one iteration, or nothing, the
-others of its form are read by the places of its numbers, or passed over.
+others of its form are read by the places of their numbers, or passed over.
 """
 
 import re
@@ -12,15 +12,17 @@ from operator import itemgetter
 
 from trilane.logs import arguments, endings
 from trilane.logs.dialects import Dialect, Span, dialects, row_of
-from trilane.logs.prefixes import STAMP, body, rank, timestamp
+from trilane.logs.prefixes import body, rank, timestamp
 from trilane.logs.reading import trainer_dicts
 from trilane.logs.reading.facts import Facts, timers
-from trilane.logs.reading.runs import DIGITS, MEMORY, PartialRun, Runs
+from trilane.logs.reading.runs import DIGITS, PartialRun, Runs
 from trilane.workspace.status import Status
 
 LONG = 1 << 16  # bytes: longer lines are searched for iterations only
-FORM = 4096  # bytes of the longest line whose form is remembered
-ESCAPE = re.compile(rb"\x1b\[[0-9;?]*[A-Za-z]")
+MAX_FORM = 4096  # bytes of the longest line whose form is remembered
+MAX_FORMS = 50_000  # more are forgotten: the wording of a log changes
+MAX_BLOCK = 200  # lines of one iteration
+ESCAPE = re.compile(rb"\x1b\[[0-9;?]*[A-Za-z]|\0")
 
 
 class Form:
@@ -29,24 +31,32 @@ class Form:
     """
 
     def __init__(self, line: bytes, spans: Sequence[Span], dialect: Dialect | None = None) -> None:
-        self.dialect, self.name = dialect, ""
+        self.dialect = dialect
+        self.name = ""
         columns = [span.column for span in spans]
-        once = [s for s in spans if columns.count(s.column) == 1]
-        commas = {s.column for s in once if b"," in line[s.start : s.stop]}
-        plain = [s for s in once if s.column not in commas]
+        self._others: list[Span] = []
+        plain: list[Span] = []
+        for span in spans:
+            has_comma = b"," in line[span.start : span.stop]
+            if has_comma or columns.count(span.column) > 1:
+                self._others.append(span)
+            else:
+                plain.append(span)
         # itemgetter and map take all numbers of a line in a third of the time of a loop; it needs
         # two places at least
-        self._names = [s.column for s in plain]
-        self._texts = itemgetter(*(slice(s.start, s.stop) for s in plain), slice(0), slice(0))
+        places = [slice(span.start, span.stop) for span in plain]
+        self._names = [span.column for span in plain]
+        self._texts = itemgetter(*places, slice(0), slice(0))
         self._scaled = [(s.column, s.multiplier, s.divisor) for s in plain if s[3:] != (1.0, 1.0)]
-        self._others = [s for s in spans if s not in plain]
 
     def row(self, line: bytes) -> dict[str, float]:
         """The numbers of a line of this form."""
         row = dict(zip(self._names, map(float, self._texts(line)), strict=False))
         for column, multiplier, divisor in self._scaled:
             row[column] = row[column] * multiplier / divisor
-        return row | row_of(self._others, line) if self._others else row
+        if self._others:
+            row |= row_of(self._others, line)
+        return row
 
 
 @dataclass
@@ -66,19 +76,19 @@ class Reader:
 
     def __init__(self) -> None:
         every = dialects()
-        self._tables, self._companions = (
-            [d for d in every if d.companion is kind] for kind in (False, True)
-        )
-        self._words = [
-            (word.encode(), dialect.name) for dialect in self._tables for word in dialect.words
-        ]
+        self._tables = [dialect for dialect in every if not dialect.companion]
+        self._companions = [dialect for dialect in every if dialect.companion]
+        self._words: list[tuple[bytes, str]] = []
+        for dialect in self._tables:
+            self._words += [(word.encode(), dialect.name) for word in dialect.words]
         self._runs = Runs(every)
-        self._forms = dict[bytes, Form | None]()  # None: of lines that hold nothing
-        self._alone = Form(
-            b"", ()
-        )  # where other digits may make it another line, or it is of several parts
+        self._forms: dict[bytes, Form | None] = {}  # None: of lines that hold nothing
+        # where other digits may make it another line, or it is of several parts
+        self._alone = Form(b"", ())
         self._open: Open | None = None
-        self._facts, self._dicts = Facts(), trainer_dicts.TrainerDicts(self._runs)
+        self._width = 0  # numbers of the last iteration
+        self._facts = Facts()
+        self._dicts = trainer_dicts.TrainerDicts(self._runs)
         self._waits = False  # whether the next line matters whatever it holds
 
     @property
@@ -88,30 +98,31 @@ class Reader:
 
     def close(self) -> list[PartialRun]:
         """The runs of the file that have any content."""
-        self._finish()
+        self._end()
         self._facts.close(self.run)
         return [run for run in self._runs.all if run.has_content]
 
     def feed(self, block: bytes) -> None:
         """Read whole lines; only the last block of a file may end inside one."""
         *lines, rest = block.split(b"\n")
-        unknown, known = self._alone, self._forms.get
+        unknown = self._alone
+        form_of = self._forms.get
         for line in lines:
             if self._waits:
                 self._line(line)
                 continue
-            form = known(line.translate(DIGITS), unknown)
+            form = form_of(line.translate(DIGITS), unknown)
             if form is unknown:
                 self._learn(line)
             elif form is not None:
                 self._apply(form, line)
         if rest:  # may be cut
-            self._line(rest, whole=False)
+            self._line(rest, is_whole=False)
 
     def _learn(self, line: bytes) -> None:
         form = self._line(line)
-        if len(line) <= FORM and form is not self._alone:
-            if len(self._forms) > 50_000:  # the wording of a log changes
+        if len(line) <= MAX_FORM and form is not self._alone:
+            if len(self._forms) > MAX_FORMS:
                 self._forms.clear()
             self._forms[line.translate(DIGITS)] = form
 
@@ -123,104 +134,119 @@ class Reader:
         else:
             self.run.add_timers(row)
 
-    def _line(self, line: bytes, whole: bool = True) -> Form | None:
-        """Read one line by all rules, not `whole` if the file ends inside it. Returns its form,
+    def _line(self, line: bytes, is_whole: bool = True) -> Form | None:
+        """Read one line by all rules, not `is_whole` if the file ends inside it. Returns its form,
         None where it holds nothing.
         """
         text = line
         if b"\x1b" in line or b"\0" in line:
-            text = ESCAPE.sub(b"", line).replace(b"\0", b"")
+            text = ESCAPE.sub(b"", line)
         text = text.rstrip(b"\r\n")
-        parts = _parts(text)
-        *forms, form = [self._part(part, whole or part is not parts[-1]) for part in parts]
-        self._waits = bool(self._open or self._dicts.pending or self._facts.traceback)
-        return self._alone if any(forms) or (form and (forms or text != line)) else form
+        form: Form | None = None
+        bar = b""
+        parts = text.split(b"\r")  # a progress bar overwrites what is before it
+        for number, part in enumerate(parts, 1):
+            has_bar = len(parts) > 1 and trainer_dicts.BAR.search(part)
+            if bar and not has_bar and b"{'" in part:
+                part = bar + part
+            if has_bar:
+                bar = part[-1000:]
+            before = form
+            form = self._part(part, is_whole or number < len(parts))
+            if before or (form and (number > 1 or text != line)):
+                form = self._alone
+        self._waits = bool(self._open or self._facts.traceback)
+        return form
 
-    def _part(self, line: bytes, whole: bool) -> Form | None:
+    def _part(self, line: bytes, is_whole: bool) -> Form | None:
         """Read a line, or a part of one that a bar overwrote."""
-        if self._dicts.pending and b"{'" not in line and body(line).strip():
-            self._dicts.release(line)
-        if self._open and self._continues(line):
+        if self._open and self._continues(self._open, line):
             return self._alone
-        held = {name for word, name in self._words if word in line}
-        known = [dialect for dialect in self._tables if dialect.name in held or not dialect.words]
-        form = self._iterations(known, line, whole) if known else None
-        matched = any(
-            [self._steps(dialect, line) for dialect in self._companions if dialect.holds(line)]
-        )
+        names = {name for word, name in self._words if word in line}
+        tables = [table for table in self._tables if table.name in names or not table.words]
+        form = self._iteration(tables, line, is_whole) if tables else None
+        matched = not all(table.is_blind for table in tables)
+        for dialect in self._companions:
+            if dialect.holds(line):
+                matched |= self._steps(dialect, line)
         if form and b'"timers": {' in line:  # a line of steps.jsonl has both
             self.run.add_timers(row_of(timers(line), line))
             return self._alone
         if form or len(line) >= LONG:
             return self._alone if matched else form
-        matched |= not all(dialect.is_blind for dialect in known)
         if b"{'" in line:
             matched = True
             self._dicts.read(line)
         elif (b"it/s" in line or b"s/it" in line) and (bar := trainer_dicts.bar(line)):
-            matched, self._dicts.bar = True, bar
-        facts = self._facts
-        if is_launch := facts.is_launch(line):
+            matched = True
+            self._dicts.bar = bar
+        return self._other(line, matched)
+
+    def _other(self, line: bytes, matched: bool) -> Form | None:
+        """Read what stands on a line without an iteration."""
+        spans = [] if matched else timers(line)
+        is_launch = self._facts.is_launch(line)
+        if is_launch:
             self._runs.launch(line)
-        run, spans = self.run, [] if matched else timers(line)
-        found = facts.arguments(line, run), facts.numbers(line, run), facts.end(line, run)
-        if spans and not (is_launch or found[0] or found[2]):
+        has_arguments = self._facts.arguments(line, self.run)
+        has_numbers = self._facts.numbers(line, self.run)
+        has_end = self._facts.end(line, self.run)
+        if spans and not (is_launch or has_arguments or has_end):
             return Form(line, spans)
         may_be_argument = b"  " in line and arguments.UNDOTTED.match(line)
-        return self._alone if matched or is_launch or any(found) or may_be_argument else None
+        if matched or is_launch or has_arguments or has_numbers or has_end or may_be_argument:
+            return self._alone
+        return None
 
-    def _iterations(self, known: Sequence[Dialect], line: bytes, whole: bool) -> Form | None:
+    def _iteration(self, tables: Sequence[Dialect], line: bytes, is_whole: bool) -> Form | None:
         """Read a line by the dialect that finds most in it: an iteration, or what is printed around
         iterations.
         """
-        read = [(spans, dialect) for dialect in known if (spans := dialect.iterations(line))]
-        if not read:
-            found = [self._around(line, dialect) for dialect in known]
-            return next(filter(None, found), None)
-        spans, dialect = max(read, key=lambda pair: len(pair[0]))
-        if (parts := dialect.parts(line)) != [line]:
-            for part in parts:  # a stamp behind the first iteration is that of a later one
-                text = part if part is parts[0] else STAMP.sub(b"", part)
-                self._iterations(known, text, whole or part is not parts[-1])
-            return self._alone
-        self._finish()
-        if not whole:
+        spans: list[Span] = []
+        dialect = tables[0]
+        for table in tables:
+            of_table = table.iterations(line)
+            if len(of_table) > len(spans):
+                spans = of_table
+                dialect = table
+        if not spans:
+            around = [self._around(line, table) for table in tables]
+            return self._alone if any(around) else None
+        self._end()
+        if not is_whole:  # the last number may be cut
             spans = [span for span in spans if span.stop < len(line)]
-        row, form = row_of(spans, line), Form(line, spans, dialect)
-        if "iteration" not in row or (
-            not whole and dialect.lines == "closed" and "sec_per_it" not in row
-        ):
+            if len(spans) < self._width:
+                return self._alone
+        self._width = len(spans)
+        row = row_of(spans, line)
+        form = Form(line, spans, dialect)
+        if "iteration" not in row:
             return form
-        form.name = dialect.variant(line) or dialect.name * (not dialect.variants)
+        form.name = dialect.variant(line) or ("" if dialect.variants else dialect.name)
         self._open = Open(dialect, row, line)
-        may_continue = dialect.lines == "block"
-        if not may_continue or not whole:
+        is_block = dialect.lines == "block"
+        if not is_block or not is_whole:
             self._end()
-        if (
-            may_continue
-            or dialect.lines == "bar"
-            or not dialect.is_blind
-            or "iterations_per_second" in (s.column for s in spans)
-        ):
+        is_rate = any(span.column == "iterations_per_second" for span in spans)
+        if is_block or is_rate or dialect.lines == "bar" or not dialect.is_blind:
             return self._alone
         return form
 
-    def _around(self, line: bytes, dialect: Dialect) -> Form | None:
-        """Read a line of that dialect that is no iteration."""
+    def _around(self, line: bytes, dialect: Dialect) -> bool:
+        """Read a line of that dialect that is no iteration; whether it is one."""
         if dialect.matches("launch", line):
-            self._finish()
+            self._end()
             self._runs.launch(line)
         elif dialect.matches("end", line):
-            self._finish()
-            self.run.add_ending(
-                endings.reported(endings.Level.PLANNED, Status.COMPLETED, line, self.run.rows)
-            )
+            self._end()
+            level = endings.Level.PLANNED
+            self.run.add_ending(endings.reported(level, Status.COMPLETED, line, self.run.rows))
         elif spans := dialect.evaluation(line):
-            self._finish()
+            self._end()
             self.run.add_validation(row_of(spans, line))
-        elif not self._memory(dialect, line):
-            return None
-        return self._alone
+        else:
+            return self._memory(dialect, line)
+        return True
 
     def _memory(self, dialect: Dialect, line: bytes) -> bool:
         """Read the reports of memory in a line; whether it has any."""
@@ -233,10 +259,10 @@ class Reader:
         """Read a companion's steps, which count where nothing else numbers the iterations, and its
         memory; whether the line has any.
         """
-        has_memory, every = self._memory(dialect, line), dialect.every("iteration", line)
-        for row in (row_of(spans, line) for spans in every):
-            if held := {column: row.pop(column) for column in MEMORY if column in row}:
-                self.run.add_memory(held, rank(line))
+        has_memory = self._memory(dialect, line)
+        every = dialect.every("iteration", line)
+        for spans in every:
+            row = row_of(spans, line)
             if row.get("iteration") == 0:  # step 0 is printed at start-up
                 continue
             if self.run.restarts(row):
@@ -245,43 +271,23 @@ class Reader:
             self.run.add_companion(row, timestamp(line), line)
         return bool(every) or has_memory
 
-    def _continues(self, line: bytes) -> bool:
+    def _continues(self, opened: Open, line: bytes) -> bool:
         """Whether the line continues the iteration that is open, which then may end."""
-        opened = self._open
-        assert opened
-        dialect, opened.lines = opened.dialect, opened.lines + 1
+        dialect = opened.dialect
+        opened.lines += 1
         if dialect.matches("iteration", line):
             return False
         if spans := dialect.rest(line, set(opened.row)):
             opened.row |= row_of(spans, line)
-        elif opened.lines > 200 or not (
-            line[:1].isspace() or body(line)[:1].isspace() or not line.strip()
-        ):
+            return True
+        is_indented = line[:1].isspace() or body(line)[:1].isspace() or not line.strip()
+        if opened.lines > MAX_BLOCK or not is_indented:
             self._end()
-        return bool(spans)
-
-    def _finish(self) -> None:
-        """Read the pending dict of the Trainer, and the iteration that is open, as far as they go."""
-        self._dicts.release()
-        self._end()
+        return False
 
     def _end(self) -> None:
+        """Read the iteration that is open, as far as it goes."""
         if opened := self._open:
             self._open = None
-            self._runs.take(
-                opened.row, opened.dialect, opened.dialect.variant(opened.line), opened.line
-            )
-
-
-def _parts(line: bytes) -> list[bytes]:
-    """The parts of a line that a progress bar overwrote; a dict is joined with the bar before it."""
-    if b"\r" not in line:
-        return [line]
-    parts, bar = list[bytes](), b""
-    for part in line.split(b"\r"):
-        if b"{'" in part and bar and not trainer_dicts.BAR.search(part):
-            part = bar + part
-        elif trainer_dicts.BAR.search(part):
-            bar = part[-1000:]
-        parts.append(part)
-    return parts
+            name = opened.dialect.variant(opened.line)
+            self._runs.take(opened.row, opened.dialect, name, opened.line)

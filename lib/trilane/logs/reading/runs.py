@@ -3,7 +3,7 @@ of a run, a copy of another rank's, or the first of another run.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from trilane.logs.arguments import Value
@@ -18,14 +18,10 @@ from trilane.utils.validation import require
 DIGITS = bytes.maketrans(b"123456789", b"000000000")
 MAX_RUNS = 10_000  # of a file
 SHORT_S = 20.0  # which stamps of whole seconds give to 5 %, and their median to 1 %
-DATES_S = 1e8  # seconds since 1970 are more, those since the start of a run are fewer
 MEMORY = ("allocated", "max_allocated", "reserved", "max_reserved")
-SAME = (
-    "lm_loss",
-    "sec_per_it",
-    "consumed_samples",
-    "epoch",
-)  # are equal in two lines of one iteration
+# these are equal in two lines of one iteration
+SAME = ("lm_loss", "sec_per_it", "consumed_samples", "epoch")
+LAUNCHED = (Level.SCHEDULER, Level.OUTSIDE, Level.WRAPPER, Level.LAUNCHER)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,8 +39,10 @@ class PartialRun:
     """
 
     def __init__(self, follows: bool = False) -> None:
-        self.iterations, self.companion = NumericTable(), NumericTable()
-        self.timers, self.validation = NumericTable(), NumericTable()
+        self.iterations = NumericTable()
+        self.companion = NumericTable()  # DeepSpeed's own steps
+        self.timers = NumericTable()
+        self.validation = NumericTable()
         self.memory: dict[int, dict[str, float]] = {}
         self.memory_is_late = False  # whether it was reported after an iteration
         self.arguments: dict[str, Value] = {}
@@ -53,19 +51,16 @@ class PartialRun:
         self.dialects: Counter[str] = Counter()
         self.notes: list[str] = []
         self.own: list[str] = []
-        self.follows, self.launched = (
-            follows,
-            False,
-        )  # a run before it in the file; whether its launch was read
+        self.follows = follows  # a run before it in the file
+        self.launched = False  # whether its launch was read
         self.endings: list[Ending] = []
         self.watchdogs = Watchdogs()
         self.places = Places()
         self.iteration = 0.0  # the number of the last one, 0 before the first
         self.first_iteration = 1  # what the program calls its first iteration
         self.last_line = b""  # of an iteration
-        self._timed: dict[
-            str, tuple[float, float]
-        ] = {}  # by dialect, the last iteration and its time
+        # by dialect, the last iteration and its time
+        self._timed: dict[str, tuple[float, float]] = {}
         self.timed_by_stamps: set[str] = set()  # dialects whose seconds are differences of times
         self.rank = NAN  # that prints the iterations, if known
         self.printed: dict[float, float] = {}  # the last iteration of each source (NaN: not named)
@@ -83,8 +78,8 @@ class PartialRun:
     @property
     def ends_at_launch(self) -> bool:
         """Whether a launch seen now begins another run."""
-        ended = (Level.SCHEDULER, Level.OUTSIDE, Level.WRAPPER, Level.LAUNCHER)
-        return bool(self.rows or self.summary) or any(e.level in ended for e in self.endings)
+        has_ended = any(ending.level in LAUNCHED for ending in self.endings)
+        return has_ended or bool(self.rows or self.summary)
 
     @property
     def has_content(self) -> bool:
@@ -96,12 +91,16 @@ class PartialRun:
         # a loss that is printed as NaN counts; of one that is not printed the norm tells, where no
         # step was skipped. Megatron's own count stays 0 then:
         # https://github.com/deepspeedai/Megatron-DeepSpeed/pull/434
-        value = row.get("lm_loss" if "lm_loss" in row or row.get("skipped") else "grad_norm", 0.0)
-        self.iterations.add(row if value == value else {**row, "nan": row.get("nan") or 1.0})
+        has_loss = "lm_loss" in row or row.get("skipped")
+        value = row.get("lm_loss" if has_loss else "grad_norm", 0.0)
+        if value != value:
+            row = {**row, "nan": row.get("nan") or 1.0}
+        self.iterations.add(row)
         self.dialects[dialect] += 1
         if self.rank != self.rank:
             self.rank = source
-        self.printed[source] = iteration = row["iteration"]
+        iteration = row["iteration"]
+        self.printed[source] = iteration
         if iteration == iteration:
             self.iteration = iteration
         self.last_line = line
@@ -110,16 +109,16 @@ class PartialRun:
         """The row, with seconds per iteration since the last of that dialect, unless it has its
         own; `time_s` is NaN where the line has no time stamp.
         """
-        if (number := row["iteration"]) != number:
+        number = row["iteration"]
+        if number != number:
             return row
         last, before = self._timed.get(dialect, (number, NAN))
-        if (time_s > DATES_S) != (before > DATES_S) and before == before:
-            time_s = NAN  # a date after times that passed since a start
-        steps, seconds = number - last, time_s - before
+        steps = number - last
+        seconds = time_s - before
         # of stamps cut to whole seconds a shorter time is off by up to a tenth; it counts with the
         # next lines
         is_rounded = time_s % 1 == 0 and 0 <= seconds < SHORT_S
-        if (steps > 0 and not is_rounded) or dialect not in self._timed:
+        if dialect not in self._timed or (steps > 0 and not is_rounded):
             self._timed[dialect] = (number, time_s)
         if "sec_per_it" not in row and steps > 0 and seconds > 0 and not is_rounded:
             self.timed_by_stamps.add(dialect)
@@ -130,31 +129,40 @@ class PartialRun:
         """Whether the row is the next of the run; None if it was read before, as several ranks may
         print the same.
         """
-        number, table, before = row["iteration"], self.iterations, self.printed.get(source)
+        number = row["iteration"]
+        before = self.printed.get(source)
         self.printed[source] = number
-        if not table.rows or not number <= self.iteration:
+        if not self.iterations.rows or not number <= self.iteration:
             return True
-        # a source that lags behind another one, or begins after it, prints copies
-        if source == source and (number > before if before is not None else self.rank == self.rank):
-            return None
-        same = all(
-            row[n] == table.last(n) or row[n] != row[n] for n in SAME if n in row and n in table
-        )
-        return None if number == self.iteration and same else False
+        if source == source:
+            # a source that lags behind another one, or begins after it, prints copies
+            if before is None and self.rank == self.rank:
+                return None
+            if before is not None and number > before:
+                return None
+        return None if number == self.iteration and self._is_same(row) else False
+
+    def _is_same(self, row: Mapping[str, float]) -> bool:
+        """Whether the row has the numbers of the last one."""
+        for name in SAME:
+            value = row.get(name, NAN)
+            if value == value and name in self.iterations and value != self.iterations.last(name):
+                return False
+        return True
 
     def add_companion(self, row: dict[str, float], time_s: float, line: bytes) -> None:
         """Add DeepSpeed's own step, which counts as an iteration only where no other dialect
         reports any.
         """
-        table, skipped = self.companion, row.get("skipped_total", NAN)
         if self.iterations.rows:
-            if skipped == skipped and "skipped" not in self.iterations:
-                self.iterations.change_last({"skipped_total": skipped})
-        elif table.last("iteration") == row["iteration"]:
-            table.change_last(row)
+            if "skipped_total" in row and "skipped" not in self.iterations:
+                self.iterations.change_last({"skipped_total": row["skipped_total"]})
+        elif self.companion.last("iteration") == row["iteration"]:
+            self.companion.change_last(row)
         else:
-            table.add(self.timed(row, time_s, "deepspeed"))
-            self.iteration, self.last_line = row["iteration"], line
+            self.companion.add(self.timed(row, time_s, "deepspeed"))
+            self.iteration = row["iteration"]
+            self.last_line = line
 
     def restarts(self, row: Mapping[str, float]) -> bool:
         """Whether DeepSpeed's step shows that another run has begun."""
@@ -173,39 +181,36 @@ class PartialRun:
         if not self.validation.last("iteration") >= number:
             self.validation.add({"iteration": number, **row})
 
-    def add_memory(
-        self, report: Mapping[str, float], rank: float, names: Iterable[str] = ()
-    ) -> None:
+    def add_memory(self, report: Mapping[str, float], rank: float) -> None:
         """Update the memory of a rank (NaN: unnamed, counts as 0): the current bytes, and the most
-        it ever reported; by all of a report, or those `names` of an iteration.
+        it ever reported.
         """
-        number = report.get("rank", 0.0 if rank != rank else rank)
-        if (row := self.memory.get(int(number))) is None:
-            row = self.memory[int(number)] = {"rank": number, "iteration": self.iteration}
+        number = report.get("rank", rank if rank == rank else 0.0)
+        row = self.memory.setdefault(int(number), {"rank": number, "iteration": self.iteration})
         self.memory_is_late |= self.rows > 0
-        for name in names or report:
-            if report[name] > row.get(name, -1.0) or not name.startswith("max_"):
-                row[name] = report[name]
+        for name, value in report.items():
+            if value > row.get(name, -1.0) or not name.startswith("max_"):
+                row[name] = value
 
-    def add_ending(self, found: Ending) -> None:
+    def add_ending(self, new: Ending) -> None:
         """Add an ending. Of each level and status the first one is kept that the run did not
         continue after, with the nodes at fault of all.
         """
-        self.endings = [e for e in self.endings if not superseded(e, self.rows)]
-        for place, e in enumerate(self.endings):
-            if (e.level, e.status) == (found.level, found.status):
-                self.endings[place] = joined(e, found)
+        self.endings = [old for old in self.endings if not superseded(old, self.rows)]
+        for place, old in enumerate(self.endings):
+            if (old.level, old.status) == (new.level, new.status):
+                self.endings[place] = joined(old, new)
                 return
-        self.endings.append(found)
+        self.endings.append(new)
 
 
 class Runs:
     """The runs of a file, of which the last is the current one."""
 
     def __init__(self, every: Sequence[Dialect]) -> None:
-        self._families = {name: d.family for d in every for name in d.family}
+        self._families = {name: dialect.family for dialect in every for name in dialect.family}
         self.all = [PartialRun()]
-        self._launches = set[bytes]()  # forms of lines of the current run's launch
+        self._launches: set[bytes] = set()  # forms of lines of the current run's launch
 
     @property
     def run(self) -> PartialRun:
@@ -215,42 +220,47 @@ class Runs:
     def take(self, row: dict[str, float], dialect: Dialect, name: str, line: bytes) -> None:
         """Give an iteration of a dialect, all of whose lines were read, to its run."""
         run = self.run
-        if (rate := row.pop("iterations_per_second", 0.0)) > 0:
+        rate = row.pop("iterations_per_second", 0.0)
+        if rate > 0:
             row.setdefault("sec_per_it", 1 / rate)
-        time_s = row.get("time_s", NAN if "sec_per_it" in row else timestamp(line))
+        time_s = row.get("time_s", NAN)
+        if "time_s" not in row and "sec_per_it" not in row:
+            time_s = timestamp(line)
         for column, text in dialect.absent.items():
             if row.get(column) == float(text):
                 del row[column]
+        printed_by = source(line)
         is_drawn = dialect.lines in ("bar", "block")
         if is_drawn and run.dialects.keys() == {dialect.name} and self._repeats(row):
-            # drawn again with its loss after that of the one before, by the rank that counts; later
-            if (printed := source(line)) == run.rank or printed != printed:
+            # drawn again with its loss after that of the one before, by the rank that counts
+            if printed_by == run.rank or printed_by != printed_by:
                 run.iterations.change_last(row)
             return
-        name = name or next(iter(run.dialects.keys() & dialect.family), dialect.name)
-        self.step(run.timed(row, time_s, name), name, line, source(line))
+        if not name:
+            name = next(iter(run.dialects.keys() & dialect.family), dialect.name)
+        self.step(run.timed(row, time_s, name), name, line, printed_by)
         self.run.first_iteration = dialect.first_iteration
-        if held := [column for column in MEMORY if column in row]:
-            self.run.add_memory(row, rank(line), held)
+        if memory := {column: row[column] for column in MEMORY if column in row}:
+            self.run.add_memory(memory, rank(line))
 
     def step(self, row: dict[str, float], dialect: str, line: bytes, source: float = NAN) -> None:
         """Add an iteration that the rank or process `source` printed: the next of the run, another
         rank's copy, or the first of another run.
         """
         run = self.run
+        is_next = run.accepts(row, source)
         others = run.dialects.keys() - {"deepspeed"}
-        takes = run.accepts(row, source)
-        counts = {name for name in others if run.dialects[name]}
+        counted = {name for name in others if run.dialects[name]}
         family = self._families.get(dialect, frozenset())
-        if counts and dialect not in counts and not others <= family:
+        if counted and dialect not in counted and not others <= family:
             # another reporter of the same run, such as a bar, repeats the number of the iteration
-            takes = None if run.iteration == row["iteration"] else False
-        if takes is None:
+            is_next = None if run.iteration == row["iteration"] else False
+        if is_next is None:
             if len(family) == 1:
                 run.dialects[dialect] += 0
-                run.iterations.fill(row["iteration"], row)  # only the last stage has a loss
+                run.iterations.fill(row)  # only the last stage has a loss
             return
-        if not takes:
+        if not is_next:
             self.begin()
         self.run.add(row, dialect, source, line)
 
@@ -266,12 +276,8 @@ class Runs:
     def begin(self, again: bool = False) -> None:
         """Begin another run, unless the current one has nothing yet; `again`: its launch failed."""
         if again or self.run.ends_at_launch:
-            require(
-                len(self.all) < MAX_RUNS,
-                "log",
-                f"{len(self.all)} runs",
-                "its iterations do not rise",
-            )
+            count = len(self.all)
+            require(count < MAX_RUNS, "log", f"{count} runs", "its iterations do not rise")
             self.all.append(PartialRun(follows=True))
             self._launches.clear()
 
