@@ -83,7 +83,7 @@ BAD = [
     ("debug stragglers folder", "folder=folder: holds no phase times"),
     ("debug bisect plan.json --axes layer", "axis=layer: did you mean layers?"),
     ("run 02_topolgy", "notebook=02_topolgy: did you mean 02_topology?"),
-    ("debug hang foldr", "folder=foldr: no such folder; did you mean folder?"),
+    ("debug hang foldr", "folder=foldr: no such folder"),
     (
         "slurm status dmo",
         "run=dmo: no run folder there, and no study of that name; did you mean demo?",

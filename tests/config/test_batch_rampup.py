@@ -45,7 +45,7 @@ def test_phases_and_counts_are_those_of_a_walk_through_the_iterations(ramp, gbs)
 def test_the_batch_sizes_that_a_topology_cannot_divide_are_named():
     """192, 208, ..., 2048 on DP 8 x MBS 4: every other one is no multiple of 32."""
     ramp = parse_ramp("192,16,9765625")
-    with pytest.raises(ValueError, match=r"^ramp=208, 240: every batch size"):
+    with pytest.raises(ValueError, match=r"^ramp=208: every batch size"):
         ramp.require_whole(Topology(dp=8, mbs=4, gbs=256))
     ramp.require_whole(Topology(dp=8, mbs=2, gbs=2048))
 

@@ -16,7 +16,6 @@ from trilane.config.plan import Plan, plan_from_json, read_plan
 from trilane.config.training import Data, Dropout, Optimizer, Part, Run
 from trilane.utils.validation import from_mapping
 
-BLOOM = {"positions": "alibi", "embedding_layernorm": True, "activation": "gelu-tanh"}
 SMALL = ModelShape(
     num_layers=4, hidden_size=128, num_attention_heads=4, seq_length=128, vocab_size=384
 )
@@ -97,84 +96,36 @@ def test_planning_imports_neither_torch_nor_pandas_nor_scipy():
     assert found.stdout.strip() == "[]"
 
 
-ONE_GROUP = {"num_attention_heads": 64, "num_key_value_heads": 1}
-BAD_SPLITS = ("949", "9;1", "nan,1,1")
-BAD_SKIPS = ("٣-٤", "5-", "5-6-7")
-D3, ZERO, HF = ({"engine": name} for name in ("deepspeed-3d", "deepspeed-zero", "hf-zero3"))
+BLOOM = replace(SMALL, positions="alibi", embedding_layernorm=True, activation="gelu-tanh")
+ZERO = {"engine": "deepspeed-zero"}
+HF = {"engine": "hf-zero3", "shape": BLOOM}
 EVEN = "type:transformer|embedding"
-NO_ORDER = "samples, at most 17,179,869,184 can be put in an order"
 BAD_TOPOLOGIES = [  # fields of the topology, of the plan beside it, and how the line begins
     ({"tp": 0}, {}, "tp=0: must be a whole number of at least 1"),
-    (
-        {"pp": 3},
-        {},
-        "pp=3: stages (times interleaving) must share the layers evenly: 3 must divide 4 layers",
-    ),
-    (
-        {"zero": 1},
-        {"engine": "deepspeed-zero", "run": Run(fused="te")},
-        "run.fused=te: engine deepspeed-zero has no",
-    ),
-    (
-        {
-            "dp": 2,
-            "gbs": 8,
-            "zero": 1,
-            "precision": "bf16",
-            "fp32_gradients": True,
-            "overlap_grad_reduce": True,
-        },
-        {"engine": "deepspeed-zero"},
-        "overlap_grad_reduce=True: engine deepspeed-zero sums them after the last microbatch",
-    ),
-    (
-        {"tp": 2},
-        {"run": Run(fused="layer")},
-        "run.fused=layer: compiles layers of engine megatron with tp=1",
-    ),
+    ({"pp": 3}, {}, "pp=3: stages (times interleaving) must share the layers evenly: 3 must"),
+    ({"zero": 1}, ZERO | {"run": Run(fused="te")}, "run.fused=te: engine deepspeed-zero has no"),
+    ({"tp": 2}, {"run": Run(fused="layer")}, "run.fused=layer: compiles"),
     (
         {"precision": "fp8"},
         {"cluster": cluster("dgx-h100"), "shape": replace(SMALL, ffn_hidden_size=1000)},
         "precision=fp8: engine megatron multiplies fp8 matrices whose sides",
     ),
-    (
-        {"zero": 3},
-        HF | {"shape": replace(SMALL, **BLOOM)},
-        "attention=fused: engine hf-zero3 writes the scores of",
-    ),
-    (
-        {"pp": 2, "last_stage_layers": 1, "partition": EVEN},
-        {},
-        f"partition={EVEN}: contradicts a number of layers",
-    ),
-    (
-        {"pp": 2, "first_stage_layers": 4},
-        {},
-        "pp=2: stages (times interleaving) must share the layers evenly: 1 must divide 0",
-    ),
-    (
-        {"pp": 2, "gbs": 2, "interleaving": 2, "first_stage_layers": 1, "last_stage_layers": 3},
-        {},
-        "interleaving=2: must",
-    ),
-    (
-        {"pp": 6, "zero": 1, "partition": EVEN},
-        D3,
-        "pp=6: engine deepspeed-3d needs a transformer layer on every stage",
-    ),
+    ({"zero": 3}, HF, "attention=fused: engine hf-zero3 writes the scores of"),
     (
         {"zero": 3, "attention": "scores"},
-        HF | {"shape": replace(SMALL, **BLOOM), "dropout": Dropout(hidden=0.1)},
+        HF | {"dropout": Dropout(hidden=0.1)},
         "dropout.hidden=0.1: engine hf-zero3 drops hidden values in GPT-2 alone",
     ),
+    ({"pp": 2, "last_stage_layers": 1, "partition": EVEN}, {}, f"partition={EVEN}: contradicts"),
+    ({"pp": 6, "zero": 1, "partition": EVEN}, {"engine": "deepspeed-3d"}, "pp=6: engine deep"),
     (
         {"gbs": 8, "pp": 2, "interleaving": 2},
         {"run": Run(ramp=Ramp(start=2, increment=3, samples=9))},
-        "ramp=5: every batch size must be a multiple of mbs x dp = 1 x 1, times pp=2 with interleaving",
+        "ramp=5: every batch size must be a multiple of mbs x dp = 1 x 1, times pp=2",
     ),
     (
         {"tp": 8},
-        {"shape": replace(SMALL, **ONE_GROUP)},
+        {"shape": replace(SMALL, num_attention_heads=64, num_key_value_heads=1)},
         "tp=8: must divide the channels of queries, keys and values: 132",
     ),
     (
@@ -183,12 +134,8 @@ BAD_TOPOLOGIES = [  # fields of the topology, of the plan beside it, and how the
         "precision=bf16: V100-32GB has no bf16 matrix units",
     ),
     ({}, {"label": "a/b"}, "label='a/b': must be a plain folder name"),
-    (
-        {},
-        {"run": Run(eval_interval=5, eval_iters=1)},
-        "eval_interval=5: needs a share for validation in data.split",
-    ),
-    ({}, {"run": Run(train_iters=10**12)}, f"train_iters={10**12}: means {10**12:,} {NO_ORDER}"),
+    ({}, {"run": Run(eval_interval=5, eval_iters=1)}, "eval_interval=5: needs a share"),
+    ({}, {"run": Run(train_iters=10**12)}, f"train_iters={10**12}: means more samples"),
 ]
 
 
@@ -200,40 +147,20 @@ def test_a_topology_or_a_plan_that_cannot_be_is_one_clear_line(topology, rest, m
 
 
 BAD = [
-    (
-        lambda: replace(cluster("jz-a100-80g"), latency_s=math.nan),
-        "cluster.latency_s=nan: must be a number, at least 0",
-    ),
-    (lambda: Data(blend=(Part(source="mock", weight=1),)), 'data.blend=mock: needs source="blend"'),
+    (lambda: replace(cluster("jz-a100-80g"), latency_s=math.nan), "cluster.latency_s=nan: must"),
+    (lambda: Data(blend=(Part(source="mock", weight=1),)), "data.blend=mock: needs source="),
     (lambda: Data(source="blend"), "data.blend=empty: needs at least two sources"),
-    (
-        lambda: Part(source="mock", weight=0),
-        "data.blend weight of mock=0: must be a number above zero",
-    ),
-    (
-        lambda: Data(source="a/" + "b" * 241),
-        f"data.source=a/{'b' * 241}: must have at most 4000 bytes, and 240 in each",
-    ),
+    (lambda: Part(source="mock", weight=0), "data.blend weight of mock=0: must be a number"),
+    (lambda: Data(source="a/" + "b" * 241), f"data.source=a/{'b' * 241}: must have at most"),
+    (lambda: Data(split="949"), "data.split=949: must be shares of"),
+    (lambda: Data(split="nan,1,1"), "data.split=nan,1,1: must be shares of"),
     (lambda: Optimizer(lr=-1.0), "lr=-1.0: must be above 0"),
-    (lambda: Dropout(hidden=1.0), "dropout.hidden=1.0: must be at least 0, below 1"),
-    *[
-        (lambda split=split: Data(split=split), f"data.split={split}: must be shares of")
-        for split in BAD_SPLITS
-    ],
-    *[
-        (lambda skip=skip: Run(skip=skip), f"skip={skip}: must be ranges of iterations, such as")
-        for skip in BAD_SKIPS
-    ],
-    (lambda: Run(skip="9-5"), "skip=9-5: 9-5 ends before it begins"),
-    (
-        lambda: Run(skip="5-9,9-12"),
-        "skip=5-9,9-12: ranges must rise and not overlap: 9 comes after 9",
-    ),
+    (lambda: Dropout(hidden=1.0), "dropout.hidden=1.0: must be below 1"),
+    (lambda: Run(skip="٣-٤"), "skip=٣-٤: must be ranges of iterations, such as"),
+    (lambda: Run(skip="5-6-7"), "skip=5-6-7: must be ranges of iterations, such as"),
+    (lambda: Run(skip="5-9,9-12"), "skip=5-9,9-12: iterations are counted from 1, ranges must"),
     (lambda: from_mapping(Cluster, {"name": "x"}, "cluster"), "cluster.gpu=missing: is required"),
-    (
-        lambda: parse_shape("70,14336"),
-        "shape=70,14336: must be five whole numbers: layers,hidden,heads,seq,vocab",
-    ),
+    (lambda: parse_shape("70,14336"), "shape=70,14336: must be five whole numbers"),
     (
         lambda: plan_from_json({**plan().to_json(), "topolgy": 1}),
         "plan field=topolgy: did you mean topology? known: ",

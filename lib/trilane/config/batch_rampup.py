@@ -1,11 +1,13 @@
 """Ramp: a batch size that grows while the run consumes samples, as Megatron-LM counts it."""
 
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from fractions import Fraction
 from itertools import pairwise
 
 from trilane.config.options import check, option
-from trilane.config.parallelism import Topology, dividing
+from trilane.config.parallelism import Topology
 from trilane.utils.validation import is_count, require
 
 
@@ -52,8 +54,9 @@ class Ramp:
 
     def __post_init__(self) -> None:
         check(self, "ramp.")
-        for name in ("start", "increment") if self.samples else ():
-            require(getattr(self, name) > 0, f"ramp.{name}", getattr(self, name), "must be above 0")
+        if self.samples:
+            require(self.start > 0, "ramp.start", self.start, "must be above 0")
+            require(self.increment > 0, "ramp.increment", self.increment, "must be above 0")
 
     def steps(self, gbs: int) -> int:
         """How often the batch grows on its way to `gbs`; ValueError where the steps do not end
@@ -62,27 +65,22 @@ class Ramp:
         if not self.samples:
             return 0
         require(self.start <= gbs, "ramp.start", self.start, f"must not be above gbs={gbs}")
-        way, rule = gbs - self.start, f"must divide the way from start={self.start} to gbs={gbs}"
-        require(
-            way % self.increment == 0,
-            "ramp.increment",
-            self.increment,
-            rule + dividing(way, self.increment),
-        )
-        return (gbs - self.start) // self.increment
+        way = gbs - self.start
+        rule = f"must divide the way from start={self.start} to gbs={gbs}"
+        require(way % self.increment == 0, "ramp.increment", self.increment, rule)
+        return way // self.increment
 
     def phases(self, gbs: int) -> list[Phase]:
         """The phases below `gbs`, in order. A step that one iteration skips altogether has no
         phase.
         """
         phases: list[Phase] = []
-        consumed, steps = 0, self.steps(gbs)
+        consumed = 0
+        steps = self.steps(gbs)
         for step in range(steps):
-            end = -(
-                -(step + 1) * self.samples // steps
-            )  # the first sample that belongs to the next step
+            next_step = math.ceil(Fraction((step + 1) * self.samples, steps))  # its first sample
             batch = self.start + step * self.increment
-            iterations = max(0, -(-(end - consumed) // batch))
+            iterations = max(0, math.ceil(Fraction(next_step - consumed, batch)))
             if iterations:
                 phases.append(Phase(gbs=batch, iterations=iterations, first=consumed))
             consumed += batch * iterations
@@ -92,16 +90,19 @@ class Ramp:
         """Where each phase begins, the constant one last: iterations done, samples consumed, its
         batch size.
         """
-        found, done, consumed = list[tuple[int, int, int]](), 0, 0
+        starts = []
+        done = 0
+        consumed = 0
         for phase in self.phases(gbs):
-            found.append((done, consumed, phase.gbs))
-            done, consumed = done + phase.iterations, consumed + phase.gbs * phase.iterations
-        return [*found, (done, consumed, gbs)]
+            starts.append((done, consumed, phase.gbs))
+            done += phase.iterations
+            consumed += phase.gbs * phase.iterations
+        return [*starts, (done, consumed, gbs)]
 
     def iterations(self, samples: int, gbs: int) -> int:
         """Iterations until at least `samples` are consumed."""
         done, consumed, batch = [start for start in self._starts(gbs) if start[1] <= samples][-1]
-        return done - (consumed - samples) // batch
+        return done + math.ceil(Fraction(samples - consumed, batch))
 
     def consumed(self, iterations: int, gbs: int) -> int:
         """Samples after so many iterations."""
@@ -110,40 +111,38 @@ class Ramp:
 
     def batches(self, iterations: int, gbs: int, done: int = 0) -> Iterator[Batch]:
         """The iterations after the first `done`, up to number `iterations`, one by one."""
+        number = done
         for phase in self.between(gbs, done, iterations):
             for turn in range(phase.iterations):
-                yield Batch(
-                    number=done + turn + 1, first=phase.first + turn * phase.gbs, gbs=phase.gbs
-                )
-            done += phase.iterations
+                number += 1
+                yield Batch(number=number, first=phase.first + turn * phase.gbs, gbs=phase.gbs)
 
     def between(self, gbs: int, first: int, last: int) -> list[Phase]:
         """The phases of the iterations after the first `first`, up to number `last`, cut there."""
-        starts, found = self._starts(gbs), list[Phase]()
-        for (done, consumed, batch), (end, *_) in pairwise([*starts, (last, 0, 0)]):
-            begin, end = max(first, done), min(last, end)
-            if begin < end:
-                found.append(
-                    Phase(
-                        gbs=batch, iterations=end - begin, first=consumed + (begin - done) * batch
-                    )
-                )
-        return found
+        phases = []
+        starts = self._starts(gbs)
+        for (done, consumed, batch), (next_done, *_) in pairwise([*starts, (last, 0, 0)]):
+            begin = max(first, done)
+            iterations = min(last, next_done) - begin
+            if iterations > 0:
+                sample = consumed + (begin - done) * batch
+                phases.append(Phase(gbs=batch, iterations=iterations, first=sample))
+        return phases
 
-    def require_whole(
-        self, t: Topology, sizes: Iterable[int] | None = None, also: str = ""
-    ) -> None:
+    def require_whole(self, t: Topology, sizes: Iterable[int] = (), also: str = "") -> None:
         """ValueError unless each replica gets whole microbatches (with interleaving rounds of pp of
         them) at every size or these `sizes`; `also` would do.
         """
-        groups = t.pp if t.interleaving > 1 else 1
-        unit = t.mbs * t.dp * groups
-        every = [*(self.start + step * self.increment for step in range(self.steps(t.gbs))), t.gbs]
-        if failing := sorted(size for size in (every if sizes is None else sizes) if size % unit):
-            rule = f"every batch size must be a multiple of mbs x dp = {t.mbs} x {t.dp}"
-            rule += f", times pp={t.pp} with interleaving" * (groups > 1)
-            shown = ", ".join(map(str, failing[:3])) + ", ..." * (len(failing) > 3)
-            raise ValueError(f"ramp={shown}: {rule}" + f"; {also} would do" * bool(also))
+        rule = f"every batch size must be a multiple of mbs x dp = {t.mbs} x {t.dp}"
+        unit = t.mbs * t.dp
+        if t.interleaving > 1:
+            unit *= t.pp
+            rule += f", times pp={t.pp} with interleaving"
+        if also:
+            rule += f"; {also} would do"
+        grown = range(self.start, t.gbs, self.increment) if self.steps(t.gbs) else ()
+        for size in sorted(sizes) or [*grown, t.gbs]:
+            require(size % unit == 0, "ramp", size, rule)
 
 
 def parse_ramp(text: str) -> Ramp:
@@ -151,5 +150,5 @@ def parse_ramp(text: str) -> Ramp:
     parts = [part.strip().replace("_", "") for part in text.split(",")]
     ok = len(parts) == 3 and all(map(is_count, parts))
     require(ok, "ramp", text, "must be three whole numbers: START,INCREMENT,SAMPLES")
-    start, increment, samples = (int(part) for part in parts)
+    start, increment, samples = map(int, parts)
     return Ramp(start=start, increment=increment, samples=samples)

@@ -20,6 +20,10 @@ from trilane.utils.validation import (
 )
 
 PRECISIONS = ("fp32", "fp16", "bf16", "fp8")
+# of a card's name, which tell no cards apart
+COMMON_WORDS = set(
+    ["NVIDIA", "TESLA", "GPU", "SXM", "SXM2", "SXM3", "SXM4", "SXM5", "HBM2", "HBM2E", "HBM3"]
+)
 
 
 def _rate(help: str, default: Any = dataclasses.MISSING, **facts: Any) -> Any:
@@ -67,10 +71,9 @@ class Gpu:
         require_line("gpu.name", self.name)
         check(self, "gpu.")
         version = self.compute_capability
+        ok = len(version) == 2 and min(version) >= 0
         rule = "must be two whole numbers, such as [9, 0]"
-        require(
-            len(version) == 2 and min(version) >= 0, "gpu.compute_capability", list(version), rule
-        )
+        require(ok, "gpu.compute_capability", list(version), rule)
 
     def flops_per_s(self, precision: str) -> float:
         """Peak matmul rate in `precision`; ValueError where the card has no such units."""
@@ -122,11 +125,13 @@ class Cluster(Record):
     def facts(self) -> Columns:
         """What one process of the machine can do, and where the numbers come from."""
         gpu = self.gpu
+        memory = f"{gpu.memory_bytes / 2**30:.1f} GiB per process"
+        latency = f"{self.latency_s * 1e6:.0f} µs"
         facts = {
             "machine": f"{self.name}: {gpu.name}, {self.cores_per_node} cores a node",
             "fp32 matmul": f"{gpu.fp32_flops_per_s / 1e9:,.0f} GFLOP/s",
-            "memory": f"{gpu.memory_bytes / 2**30:.1f} GiB per process, {gpu.memory_bytes_per_s / 1e9:.0f} GB/s",
-            "between processes": f"{self.node_bytes_per_s / 1e9:.2f} GB/s, {self.latency_s * 1e6:.0f} µs",
+            "memory": f"{memory}, {gpu.memory_bytes_per_s / 1e9:.0f} GB/s",
+            "between processes": f"{self.node_bytes_per_s / 1e9:.2f} GB/s, {latency}",
             "storage": self.storage,
             "sources": "; ".join(dict.fromkeys(self.sources.values())),
         }
@@ -135,15 +140,10 @@ class Cluster(Record):
     @property
     def storage(self) -> str:
         """What its nodes write and read of a checkpoint, in words."""
-        rates = [
-            f"{rate / 1e9:.2f}" for rate in (self.write_bytes_per_s, self.read_bytes_per_s) if rate
-        ]
-        nodes = f"{self.storage_nodes} node{'s' * (self.storage_nodes != 1)}"
-        return (
-            f"{' and '.join(rates)} GB/s a node written and read, on {nodes}"
-            if len(rates) == 2
-            else "not measured"
-        )
+        if not self.write_bytes_per_s or not self.read_bytes_per_s:
+            return "not measured"
+        rates = f"{self.write_bytes_per_s / 1e9:.2f} and {self.read_bytes_per_s / 1e9:.2f}"
+        return f"{rates} GB/s a node written and read, {self.storage_nodes} nodes at a time"
 
     @property
     def max_gpus(self) -> int:
@@ -172,16 +172,4 @@ def card_words(name: str) -> set[str]:
     either size.
     """
     words = {word.removesuffix("GB") for word in re.split(r"[\s_-]+", name.upper()) if word}
-    return words - {
-        "NVIDIA",
-        "TESLA",
-        "SXM",
-        "SXM2",
-        "SXM3",
-        "SXM4",
-        "SXM5",
-        "HBM2",
-        "HBM2E",
-        "HBM3",
-        "GPU",
-    }
+    return words - COMMON_WORDS

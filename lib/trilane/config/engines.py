@@ -87,23 +87,22 @@ def default_topology(
     is worth dividing, and in DeepSpeed's engines, which have no stage 0; those without a pipeline
     sum in the backward pass where they can.
     """
-    precision = chosen.get("precision") or default_precision(cluster)
-    defaults: dict[str, Any] = {
+    given = {name: value for name, value in chosen.items() if value is not None}
+    precision = given.get("precision") or default_precision(cluster)
+    several = given.get("dp", 1) > 1
+    values: dict[str, Any] = {
         "precision": precision,
         "attention": default_attention(shape, cluster, precision, engine),
-        "fp32_gradients": default_fp32_gradients(precision, chosen.get("offload", "none")),
-        "zero": int(engine != ENGINES[0] or (precision != "fp32" and (chosen.get("dp") or 1) > 1)),
+        "fp32_gradients": default_fp32_gradients(precision, given.get("offload", "none")),
+        "zero": int(engine != "megatron" or (precision != "fp32" and several)),
     }
-    made = Topology(
-        **defaults | {name: value for name, value in chosen.items() if value is not None}
-    )
-    if chosen.get("overlap_grad_reduce") is not None:
-        return made
+    topology = Topology(**values | given)
+    if "overlap_grad_reduce" in given:
+        return topology
     # DeepSpeed's overlap_comm, which its pipelines do not have
-    overlaps = (
-        engine in ("deepspeed-zero", "hf-zero3") and made.dp > 1 and not has_bf16_optimizer(made)
-    )
-    return replace(made, overlap_grad_reduce=overlaps)
+    overlaps = engine in ("deepspeed-zero", "hf-zero3") and topology.dp > 1
+    overlaps = overlaps and not has_bf16_optimizer(topology)
+    return replace(topology, overlap_grad_reduce=overlaps)
 
 
 def has_bf16_optimizer(t: Topology) -> bool:
@@ -121,16 +120,19 @@ def label_of(
 
     Of one shape, cluster and batch size, that is; a label names none of these.
     """
-    t, precision = topology, default_precision(cluster)
+    t = topology
+    words = [t.label]
+    if t.precision != default_precision(cluster):
+        words.append(t.precision)
+    if t.attention != default_attention(shape, cluster, t.precision, engine):
+        words.append(t.attention)
     sums = sums_in_fp32(engine, t)
-    named = {
-        t.precision: t.precision != precision,
-        t.attention: t.attention != default_attention(shape, cluster, t.precision, engine),
-        "fp32grads" if sums else f"{t.precision}grads": t.precision != "fp32"
-        and sums != (engine == "megatron" or default_fp32_gradients(t.precision, t.offload)),
-        engine: engine != ENGINES[0],
-    }
-    return "-".join([t.label, *(word for word, chosen in named.items() if chosen)])
+    usual = engine == "megatron" or default_fp32_gradients(t.precision, t.offload)
+    if t.precision != "fp32" and sums != usual:
+        words.append("fp32grads" if sums else f"{t.precision}grads")
+    if engine != ENGINES[0]:
+        words.append(engine)
+    return "-".join(words)
 
 
 def untrainable_reason(topology: Topology, fused: str = "auto") -> str | None:
@@ -140,25 +142,25 @@ def untrainable_reason(topology: Topology, fused: str = "auto") -> str | None:
     They train every shape of a dense decoder but those that the engine's own rules name. `fused` is
     run.fused.
     """
-    t = topology
-    asked = {
-        "precision=fp8": t.precision == "fp8",
-        "overlap_tp=True": t.overlap_tp,
-        "run.fused=te": fused == "te",
-    }
-    needs = next((field for field, wanted in asked.items() if wanted), "")
-    if needs and not installed_version("transformer-engine"):
-        return f"{needs}: needs Transformer Engine, which is not installed here"
-    return (needs and version_misfit("transformer-engine[pytorch]")) or None
+    if topology.precision == "fp8":
+        choice = "precision=fp8"
+    elif topology.overlap_tp:
+        choice = "overlap_tp=True"
+    elif fused == "te":
+        choice = "run.fused=te"
+    else:
+        return None
+    if not installed_version("transformer-engine"):
+        return f"{choice}: needs Transformer Engine, which is not installed here"
+    return version_misfit("transformer-engine[pytorch]") or None
 
 
 def installed_version(package: str, path: Sequence[str] = ()) -> str:
     """The version of a package that is installed here, or in the folders of `path`; "" where it is
     not.
     """
-    return next(
-        (found.version for found in distributions(name=package, path=[*path] or sys.path)), ""
-    )
+    places = list(path) or sys.path
+    return next((found.version for found in distributions(name=package, path=places)), "")
 
 
 def version_misfit(package: str, path: Sequence[str] = ()) -> str:
@@ -168,26 +170,25 @@ def version_misfit(package: str, path: Sequence[str] = ()) -> str:
     "" where it does, and where either is not installed.
     """
     name = package.partition("[")[0]
-    here, core = installed_version(name, path), installed_version("megatron-core", path)
-    if not here or not core:
+    version = installed_version(name, path)
+    megatron = installed_version("megatron-core", path)
+    if not version or not megatron:
         return ""
-    release, *_ = _releases(here) or [()]
-    megatron, *_ = _releases(core) or [()]
+    release, *_ = _releases(version)
+    core, *_ = _releases(megatron)
     rows = BESIDE_MEGATRON[package]
-    bounds = rows[max((since for since in rows if since <= megatron), default=min(rows))]
-    low, *high = _releases(bounds)
-    if low <= release and not [first for first in high if first <= release]:
+    bounds = rows[max((since for since in rows if since <= core), default=min(rows))]
+    low, *ends = _releases(bounds)
+    if low <= release and all(release < end for end in ends):
         return ""
-    return (
-        f"{name}={here}: megatron-core {core} goes with {bounds}: pip install '{package}{bounds}'"
-    )
+    rule = f"megatron-core {megatron} goes with {bounds}: pip install '{package}{bounds}'"
+    return f"{name}={version}: {rule}"
 
 
-def _releases(versions: str) -> list[tuple[int, ...]]:
+def _releases(versions: str) -> list[tuple[int, int]]:
     """The first two numbers of each version in a text."""
-    return [
-        (int(first), int(second)) for first, second in re.findall(r"(\d+)\.(\d+)[\w.+]*", versions)
-    ]
+    pairs = re.findall(r"(\d+)\.(\d+)[\w.+]*", versions)
+    return [(int(first), int(second)) for first, second in pairs]
 
 
 def drops_hidden(engine: str, shape: ModelShape) -> bool:
@@ -201,12 +202,9 @@ def shows_gpu() -> bool:
     """Whether a driver shows this process an NVIDIA GPU, by its device file; torch may still be
     unable to use it.
     """
-    hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in (
-        "",
-        "-1",
-        "NoDevFiles",
-    )  # of these, SLURM sets the last
-    return not hidden and any(Path("/dev").glob("nvidia[0-9]*"))
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    # of these, SLURM sets the last
+    return visible not in ("", "-1", "NoDevFiles") and any(Path("/dev").glob("nvidia[0-9]*"))
 
 
 def has_kernels(card: tuple[int, int], built: Sequence[str]) -> bool:
@@ -217,13 +215,14 @@ def has_kernels(card: tuple[int, int], built: Sequence[str]) -> bool:
     all cards from its version on (CUDA C++ Programming Guide, binary and PTX compatibility); with a
     letter (sm_90a) on its own card alone.
     """
-    for kind, _, number in (name.partition("_") for name in built):
+    for name in built:
+        kind, _, number = name.partition("_")
         digits = number.rstrip("af")
-        version = int(digits[:-1]), int(digits[-1])
-        reaches = (
-            number.isdigit() and version < card and (kind == "compute" or version[0] == card[0])
-        )
-        if version == card or reaches:
+        version = (int(digits[:-1]), int(digits[-1]))
+        if version == card:
+            return True
+        reaches = kind == "compute" or version[0] == card[0]
+        if number.isdigit() and version < card and reaches:
             return True
     return False
 
@@ -232,17 +231,16 @@ def require_trainable(topology: Topology, fused: str = "auto") -> None:
     """Raise ValueError where no engine here can train it, HostError where this host lacks
     DeepSpeed's compiler.
     """
-    reason = untrainable_reason(topology, fused)
-    if misfit := version_misfit("nvidia-resiliency-ext"):  # newer wheels are for glibc 2.39 alone
-        reason = reason or f"{misfit}, or pip uninstall nvidia-resiliency-ext"
+    # newer wheels of nvidia-resiliency-ext are for glibc 2.39 alone: it may have to go
+    reason = untrainable_reason(topology, fused) or version_misfit("nvidia-resiliency-ext")
     if reason:
         raise ValueError(reason)
     compiler, *_ = os.environ.get("CXX", "").split() or ["c++"]  # options may follow it
     # DeepSpeed compiles its Adam for the host when it starts; torch's would take 5 to 7 times as
     # long there.
     if topology.offload != "none" and shows_gpu() and not shutil.which(compiler):
-        rule = f"with a GPU DeepSpeed compiles its Adam for the host, and there is no C++ compiler {compiler} (CXX)"
-        raise HostError(f"offload={topology.offload}: {rule}")
+        rule = f"DeepSpeed compiles its Adam for the host, and there is no C++ compiler {compiler}"
+        raise HostError(f"offload={topology.offload}: with a GPU {rule} (CXX)")
 
 
 def unsupported_reason(engine: str, shape: ModelShape, topology: Topology) -> str | None:
@@ -250,7 +248,7 @@ def unsupported_reason(engine: str, shape: ModelShape, topology: Topology) -> st
     can.
     """
     broken = unsupported_rule(engine, shape, topology)
-    return f"{broken[0]}={broken[1]}: {broken[2]}" if broken else None
+    return "{}={}: {}".format(*broken) if broken else None
 
 
 def unsupported_rule(
@@ -259,11 +257,10 @@ def unsupported_rule(
     """Field, value and rule of the first thing that `engine` does not support; batch sizes never
     matter.
     """
-    rules = _rules(engine, shape, topology)
-    return next(
-        ((field, value, f"engine {engine} {rule}") for ok, field, value, rule in rules if not ok),
-        None,
-    )
+    for ok, field, value, rule in _rules(engine, shape, topology):
+        if not ok:
+            return field, value, f"engine {engine} {rule}"
+    return None
 
 
 def _rules(engine: str, shape: ModelShape, t: Topology) -> Iterator[tuple[bool, str, object, str]]:
@@ -276,69 +273,59 @@ def _rules(engine: str, shape: ModelShape, t: Topology) -> Iterator[tuple[bool, 
     alone has nothing that does not decay. hf-zero3: a model of transformers is one whole, cut by
     ZeRO alone.
     """
-    yield (
-        t.recompute != "operators",
-        "recompute",
-        t.recompute,
-        "recomputes whole layers, or attention's core",
-    )
+    by_layers = t.recompute != "operators"
+    yield by_layers, "recompute", t.recompute, "recomputes whole layers, or attention's core"
     yield not t.offload_checkpoints, "offload_checkpoints", True, "keeps them on the card"
     yield not t.shards, "shards", t.shards, "shares states out among all replicas"
     if engine == "megatron":
-        tokens = shape.seq_length // t.cp // (t.tp if t.sequence_parallel else 1)
-        widths = (
-            shape.hidden_size,
-            shape.ffn,
-            shape.hidden_size + 2 * shape.kv_heads * shape.head_dim,
-        )
-        whole = all(size % 16 == 0 for size in (tokens, *(width // t.tp for width in widths)))
-        rule = (
-            "multiplies fp8 matrices whose sides, tokens and widths of a rank, are multiples of 16"
-        )
-        yield whole or t.precision != "fp8", "precision", "fp8", rule
-        yield t.zero <= 1, "zero", t.zero, "has ZeRO stage 0 and 1 (its distributed optimizer)"
-        yield t.offload == "none", "offload", t.offload, "does not offload"
+        yield from _megatron_rules(shape, t)
         return
     yield t.cp == 1, "cp", t.cp, "shares no sequence"
     yield t.precision != "fp8", "precision", "fp8", "has no Transformer Engine"
     yield not t.overlap_tp, "overlap_tp", True, "has no Transformer Engine"
     if engine == "deepspeed-3d":
         bare = t.partition != "uniform" and shape.num_layers + 2 < 2 * t.pp
-        sums = (
-            not t.fp32_gradients
-            or t.pp == 1
-            or t.precision == "fp32"
-            or (t.precision, t.offload) == ("bf16", "none")
-        )
+        sums = not t.fp32_gradients or t.pp == 1 or t.precision == "fp32"
+        sums = sums or (t.precision == "bf16" and t.offload == "none")
         yield t.zero == 1, "zero", t.zero, "has ZeRO stage 1"
         yield not bare, "pp", t.pp, "needs a transformer layer on every stage"
         yield t.interleaving == 1, "interleaving", t.interleaving, "has no interleaved schedule"
         yield sums, "fp32_gradients", True, "has fp32 sums in bf16 without offload alone"
+        recomputes: Sequence[str] = ("none", "full", "block")
     else:
         yield t.tp == 1 or engine != "hf-zero3", "tp", t.tp, "has no tensor parallelism"
         yield t.pp == 1, "pp", t.pp, "has no pipeline"
         yield t.partition == "uniform", "partition", t.partition, "has no pipeline"
         yield t.zero > 0, "zero", t.zero, "needs ZeRO stage 1 or more"
-    if engine == "hf-zero3" and (misfit := misfit_of(shape)):
-        yield False, misfit[0], misfit[1], f"trains models of transformers: {misfit[2]}"
-    kernel = engine != "hf-zero3" or shape.positions != "alibi" or t.attention == "scores"
-    yield (
-        kernel,
-        "attention",
-        t.attention,
-        "writes the scores of ALiBi, as transformers' BLOOM does",
-    )
-    able = {"hf-zero3": ("none", "full"), "deepspeed-3d": ("none", "full", "block")}.get(
-        engine, RECOMPUTE
-    )
-    yield t.recompute in able, "recompute", t.recompute, f"has {' or '.join(able)}"
-    for name in ("first_stage_layers", "last_stage_layers"):
-        yield getattr(t, name) == 0, name, getattr(t, name), "cuts its stages evenly, or by type"
-    sums = not t.overlap_grad_reduce or (engine != "deepspeed-3d" and not has_bf16_optimizer(t))
-    yield sums, "overlap_grad_reduce", True, "sums them after the last microbatch"
-    yield (
-        not t.overlap_param_gather,
-        "overlap_param_gather",
-        True,
-        "gathers them after the step, in ZeRO-3 as it sums",
-    )
+        recomputes = RECOMPUTE
+    if engine == "hf-zero3":
+        misfit = misfit_of(shape)
+        if misfit:
+            yield False, misfit[0], misfit[1], f"trains models of transformers: {misfit[2]}"
+        kernel = shape.positions != "alibi" or t.attention == "scores"
+        rule = "writes the scores of ALiBi, as transformers' BLOOM does"
+        yield kernel, "attention", t.attention, rule
+        recomputes = ("none", "full")
+    rule = f"has {' or '.join(recomputes)}"
+    yield t.recompute in recomputes, "recompute", t.recompute, rule
+    even = "cuts its stages evenly, or by type"
+    yield t.first_stage_layers == 0, "first_stage_layers", t.first_stage_layers, even
+    yield t.last_stage_layers == 0, "last_stage_layers", t.last_stage_layers, even
+    early = engine != "deepspeed-3d" and not has_bf16_optimizer(t)
+    rule = "sums them after the last microbatch"
+    yield early or not t.overlap_grad_reduce, "overlap_grad_reduce", True, rule
+    rule = "gathers them after the step, in ZeRO-3 as it sums"
+    yield not t.overlap_param_gather, "overlap_param_gather", True, rule
+
+
+def _megatron_rules(shape: ModelShape, t: Topology) -> Iterator[tuple[bool, str, object, str]]:
+    tokens = shape.seq_length // t.cp
+    if t.sequence_parallel:
+        tokens //= t.tp
+    qkv = shape.hidden_size + 2 * shape.kv_heads * shape.head_dim
+    sides = [tokens, *(width // t.tp for width in (shape.hidden_size, shape.ffn, qkv))]
+    fits = t.precision != "fp8" or all(side % 16 == 0 for side in sides)
+    rule = "multiplies fp8 matrices whose sides, tokens and widths of a rank, are multiples of 16"
+    yield fits, "precision", "fp8", rule
+    yield t.zero <= 1, "zero", t.zero, "has ZeRO stage 0 and 1 (its distributed optimizer)"
+    yield t.offload == "none", "offload", t.offload, "does not offload"

@@ -81,22 +81,18 @@ class ModelShape(Record):
 
     def __post_init__(self) -> None:
         check(self)
-        h, heads, kv, ffn = (
-            self.hidden_size,
-            self.num_attention_heads,
-            self.num_key_value_heads,
-            self.ffn_hidden_size,
-        )
+        h = self.hidden_size
+        heads = self.num_attention_heads
+        kv = self.num_key_value_heads
+        ffn = self.ffn_hidden_size
         require(h % heads == 0, "num_attention_heads", heads, f"must divide hidden_size={h}")
         divides = kv is None or heads % kv == 0
         require(divides, "num_key_value_heads", kv, f"must divide num_attention_heads={heads}")
-        require(
-            ffn is None or ffn >= h, "ffn_hidden_size", ffn, f"must be at least hidden_size={h}"
-        )
+        is_wide = ffn is None or ffn >= h
+        require(is_wide, "ffn_hidden_size", ffn, f"must be at least hidden_size={h}")
         rule = f"rotary positions turn pairs of channels, a head has {self.head_dim}"
-        require(
-            self.positions != "rotary" or self.head_dim % 2 == 0, "num_attention_heads", heads, rule
-        )
+        turns = self.positions != "rotary" or self.head_dim % 2 == 0
+        require(turns, "num_attention_heads", heads, rule)
         # one shape has one way to be written: what is usual is None
         if kv == heads:
             object.__setattr__(self, "num_key_value_heads", None)
@@ -121,17 +117,22 @@ class ModelShape(Record):
         """What is not as in GPT-2, in words: "8 key-value heads, swiglu 14336, rmsnorm, rotary,
         untied".
         """
-        words = {
-            f"{self.kv_heads} key-value heads": self.num_key_value_heads,
-            f"{self.activation} {self.ffn}": self.activation != "gelu" or self.ffn_hidden_size,
-            self.normalization: self.normalization != "layernorm",
-            "no positions" if self.positions == "none" else self.positions: self.positions
-            != "learned",
-            f"biases {self.biases}": self.biases != "all",
-            "untied": not self.tied_embeddings,
-            "embedding norm": self.embedding_layernorm,
-        }
-        return ", ".join(word for word, shown in words.items() if shown)
+        words = []
+        if self.num_key_value_heads:
+            words.append(f"{self.kv_heads} key-value heads")
+        if self.activation != "gelu" or self.ffn_hidden_size:
+            words.append(f"{self.activation} {self.ffn}")
+        if self.normalization != "layernorm":
+            words.append(self.normalization)
+        if self.positions != "learned":
+            words.append("no positions" if self.positions == "none" else self.positions)
+        if self.biases != "all":
+            words.append(f"biases {self.biases}")
+        if not self.tied_embeddings:
+            words.append("untied")
+        if self.embedding_layernorm:
+            words.append("embedding norm")
+        return ", ".join(words)
 
     @property
     def ffn(self) -> int:
@@ -154,9 +155,8 @@ class ModelShape(Record):
         GPT-2: 12 h^2.
         """
         h = self.hidden_size
-        return (
-            2 * h * h + 2 * h * self.kv_heads * self.head_dim + (2 + self.is_gated) * h * self.ffn
-        )
+        attention = 2 * h * h + 2 * h * self.kv_heads * self.head_dim
+        return attention + (2 + self.is_gated) * h * self.ffn
 
     @property
     def norm_parameters(self) -> int:
@@ -167,10 +167,11 @@ class ModelShape(Record):
     def layer_parameters(self) -> int:
         """Parameters of one transformer layer. GPT-2: 12 h^2 + 13 h, of which 9 h are biases."""
         h = self.hidden_size
-        qkv = h + 2 * self.kv_heads * self.head_dim
-        biases = {"all": qkv + 2 * h + (1 + self.is_gated) * self.ffn, "qkv": qkv, "none": 0}[
-            self.biases
-        ]
+        biases = 0
+        if self.biases != "none":
+            biases += h + 2 * self.kv_heads * self.head_dim
+        if self.biases == "all":
+            biases += 2 * h + (1 + self.is_gated) * self.ffn
         return self.layer_weights + biases + 2 * self.norm_parameters
 
     @property
@@ -186,12 +187,16 @@ class ModelShape(Record):
         GPT-2: L (12 h^2 + 13 h) + V h + s h + 2 h. Source: the BigScience chronicles' prequel (the
         formula of its section 'Size'); exact for the engine's model.
         """
-        h, matrices = self.hidden_size, 1 if self.tied_embeddings else 2
-        positions = self.seq_length * h * (self.positions == "learned")
-        beside = positions + self.norm_parameters + 2 * h * self.embedding_layernorm
-        return (
-            self.num_layers * self.layer_parameters + matrices * self.embedding_parameters + beside
-        )
+        h = self.hidden_size
+        total = self.num_layers * self.layer_parameters + self.norm_parameters
+        total += self.embedding_parameters
+        if not self.tied_embeddings:
+            total += self.embedding_parameters
+        if self.positions == "learned":
+            total += self.seq_length * h
+        if self.embedding_layernorm:
+            total += 2 * h
+        return total
 
     def flops_per_iteration(self, gbs: float, recompute_full: bool = False) -> float:
         """FLOPs of one iteration over `gbs` sequences: three times the forward pass, four with full
@@ -204,7 +209,8 @@ class ModelShape(Record):
         activation, softmax, optimizer, and the half of the score matrix that a causal attention
         kernel may skip.
         """
-        B, s, L, h, V = gbs, self.seq_length, self.num_layers, self.hidden_size, self.vocab_size
+        B, s = gbs, self.seq_length
+        L, h, V = self.num_layers, self.hidden_size, self.vocab_size
         layers = L * (2 * B * s * self.layer_weights + 4 * B * s * s * h)
         return (4 if recompute_full else 3) * layers + 6 * B * s * h * V
 

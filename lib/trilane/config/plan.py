@@ -34,6 +34,8 @@ DERIVED = (
     "why",
     "costs",
 )
+# the order is kept as some bytes for each; the largest published runs have read 2^31 at most
+MOST_SAMPLES = 1 << 34
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,55 +78,36 @@ class Plan(Record):
         if reason:
             raise ValueError(reason)
         self.cluster.gpu.flops_per_s(t.precision)
-        rule = (
-            f"engine {self.engine} trains megatron-core's layer; `megatron` trains one of your own"
-        )
-        require(not self.layer or self.engine == "megatron", "layer", self.layer, rule)
-        rule = f"engine {self.engine} has no Transformer Engine"
-        require(self.run.fused != "te" or self.engine == "megatron", "run.fused", "te", rule)
-        # others have messages, or generators to rewind, between the operations of a layer
-        plain = (self.engine, t.tp, t.cp, self.dropout.attention, self.layer) == (
-            ENGINES[0],
-            1,
-            1,
-            0.0,
-            None,
-        )
-        rule = "compiles layers of engine megatron with tp=1, cp=1, no attention dropout, none of your own"
-        require(self.run.fused != "layer" or plain, "run.fused", "layer", rule)
-        drops = drops_hidden(self.engine, self.shape)
-        rule = "engine hf-zero3 drops hidden values in GPT-2 alone: transformers' other models do not, or not all"
-        require(drops or not self.dropout.hidden, "dropout.hidden", self.dropout.hidden, rule)
-        run, part = self.run, None
+        self._check_layers()
+        run = self.run
         # sizes count that this plan itself trains: its part of a chain may be what no other number
         # of replicas can
-        if run.start_iteration + run.exit_iteration > 0:
-            part = {phase.gbs for phase in run.ramp.between(t.gbs, run.start_iteration, run.goal)}
-        run.ramp.require_whole(t, part)
-        kept, parts = self.calibration, {"name": str, "hash": str, "constants": Mapping}
-        is_whole = isinstance(kept, Mapping) and all(
-            isinstance(kept.get(n), kind) for n, kind in parts.items()
-        )
-        require(
-            kept is None or is_whole,
-            "calibration",
-            str(kept)[:40],
-            "must hold name, hash and constants",
-        )
-        # the order is kept as some bytes for each; the largest published runs have read 2^31 at
-        # most
-        most = 1 << 34
-        for name, count in {
-            "train_iters": self.samples,
-            "eval_iters": self.validation_samples,
-        }.items():
-            rule = f"means {count:,} samples, at most {most:,} can be put in an order"
-            require(count <= most, name, getattr(self.run, name), rule)
-        evaluates, rule = (
-            self.run.eval_interval,
-            "needs a share for validation in data.split, such as 949,50,1",
-        )
-        require(not evaluates or self.data.shares[1] > 0, "eval_interval", evaluates, rule)
+        phases = run.ramp.between(t.gbs, run.start_iteration, run.goal)
+        run.ramp.require_whole(t, {phase.gbs for phase in phases})
+        kept = self.calibration
+        ok = kept is None or {"name", "hash", "constants"} <= set(kept)
+        require(ok, "calibration", str(kept)[:40], "must hold name, hash and constants")
+        rule = f"means more samples than {MOST_SAMPLES:,}, which can be put in an order"
+        require(self.samples <= MOST_SAMPLES, "train_iters", run.train_iters, rule)
+        require(self.validation_samples <= MOST_SAMPLES, "eval_iters", run.eval_iters, rule)
+        rule = "needs a share for validation in data.split, such as 949,50,1"
+        validates = self.data.shares[1] > 0
+        require(validates or not run.eval_interval, "eval_interval", run.eval_interval, rule)
+
+    def _check_layers(self) -> None:
+        is_megatron = self.engine == "megatron"
+        t = self.topology
+        rule = f"engine {self.engine} trains no layer of your own, `megatron` does"
+        require(is_megatron or not self.layer, "layer", self.layer, rule)
+        rule = f"engine {self.engine} has no Transformer Engine"
+        require(is_megatron or self.run.fused != "te", "run.fused", "te", rule)
+        # others have messages, or generators to rewind, between the operations of a layer
+        plain = is_megatron and t.tp == t.cp == 1 and not self.dropout.attention and not self.layer
+        rule = "compiles megatron's own layers with tp=1, cp=1 and no attention dropout"
+        require(plain or self.run.fused != "layer", "run.fused", "layer", rule)
+        drops = drops_hidden(self.engine, self.shape)
+        rule = "engine hf-zero3 drops hidden values in GPT-2 alone"
+        require(drops or not self.dropout.hidden, "dropout.hidden", self.dropout.hidden, rule)
 
     @property
     def id(self) -> str:
@@ -135,17 +118,15 @@ class Plan(Record):
         wherever they are shown.
         """
         # a field at its default is not named, so that a new one changes no id
-        topology = {
-            **changed(self.topology),
-            "fp32_gradients": sums_in_fp32(self.engine, self.topology),
-        }
         facts = {
             "shape": changed(self.shape),
             "cluster": changed(self.cluster),
-            "topology": topology,
+            "topology": changed(self.topology),
+            "engine": {"name": self.engine},
         }
-        facts["engine"] = {"name": self.engine}
-        facts |= {"layer": vars(self.layer)} if self.layer else {}
+        facts["topology"]["fp32_gradients"] = sums_in_fp32(self.engine, self.topology)
+        if self.layer:
+            facts["layer"] = vars(self.layer)
         return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:10]
 
     @property
@@ -163,28 +144,26 @@ class Plan(Record):
         first samples.
         """
         skipped = self.run.skipped
-        every = self.run.ramp.batches(self.run.goal, self.topology.gbs, done)
-        return (batch for batch in every if not inside(skipped, batch.number))
+        for batch in self.run.ramp.batches(self.run.goal, self.topology.gbs, done):
+            if not inside(skipped, batch.number):
+                yield batch
 
     def to_json(self) -> dict[str, Any]:
         """The plan as the JSON object of plan.json."""
-        return {
-            name: value
-            for name, value in to_mapping(self).items()
-            if name not in ("calibration", "layer") or value
-        }
+        values = to_mapping(self)
+        for name in ("calibration", "layer"):
+            if not values[name]:
+                del values[name]
+        return values
 
 
 def plan_from_json(values: dict[str, Any]) -> Plan:
     """The plan of a JSON object; what results of a search carry beside it (`id`, `costs`, ...) is
     set aside.
     """
-    fields = (
-        {k: v for k, v in values.items() if k not in DERIVED}
-        if isinstance(values, dict)
-        else values
-    )
-    return from_mapping(Plan, fields, "plan")
+    if isinstance(values, dict):
+        values = {name: value for name, value in values.items() if name not in DERIVED}
+    return from_mapping(Plan, values, "plan")
 
 
 def locate_plan(path: Path | str) -> tuple[Path, str]:
@@ -193,10 +172,10 @@ def locate_plan(path: Path | str) -> tuple[Path, str]:
     if whole.is_dir():
         require((whole / "plan.json").is_file(), "plan", path, "is a folder without plan.json")
         return whole / "plan.json", ""
-    file, colon, name = str(path).rpartition(":")
-    return (
-        (Path(file), name) if colon and not whole.exists() and Path(file).exists() else (whole, "")
-    )
+    file, _, name = str(path).rpartition(":")
+    if file and not whole.exists() and Path(file).exists():
+        return Path(file), name
+    return whole, ""
 
 
 def read_plan_values(path: Path | str) -> dict[str, Any]:
@@ -206,40 +185,32 @@ def read_plan_values(path: Path | str) -> dict[str, Any]:
     A layer that it names holds the text of its file, so that the plan is all that a run needs.
     """
     file, name = locate_plan(path)
-    values = _one_plan(path, file, name)
-    layer = values.get("layer")
-    return (
-        {**values, "layer": vars(read_layer(layer, file.parent))}
-        if isinstance(layer, str) and layer
-        else values
-    )
+    values = _one_plan(read_json(file, "plan"), path, name)
+    if isinstance(values.get("layer"), str) and values["layer"]:
+        return {**values, "layer": vars(read_layer(values["layer"], file.parent))}
+    return values
 
 
-def _one_plan(path: Path | str, file: Path, name: str) -> dict[str, Any]:
-    values = read_json(file, "plan")
+def _one_plan(values: Any, path: Path | str, name: str) -> dict[str, Any]:
+    """The plan of that id or label, else the first."""
     if isinstance(values, dict) and "shape" not in values:
         values = values.get("plan", values.get("plans", values))
+    plans = values if isinstance(values, list) else [values]
+    ok = bool(plans) and all(isinstance(plan, dict) for plan in plans)
     rule = "must hold a plan as a JSON object, or several as `plans`"
-    require(
-        all(isinstance(v, dict) for v in (values if isinstance(values, list) else [values])),
-        "plan",
-        file,
-        rule,
-    )
-    if not isinstance(values, list):
-        require(not name, "plan", path, f"{file} holds one plan")
-        return values
-    require(bool(values), "plan", path, "holds no plan")
+    require(ok, "plan", path, rule)
     if not name:
-        return values[0]
-    named = [v for v in values if name in (v.get("id"), v.get("label"))]
-    known = ", ".join(f"{v.get('id')} ({v.get('label')})" for v in values)
-    require(bool(named), "plan", path, f"names none of {known}")
-    return named[0]
+        return plans[0]
+    for plan in plans:
+        if name in (plan.get("id"), plan.get("label")):
+            return plan
+    names = ", ".join(f"{plan.get('id')} ({plan.get('label')})" for plan in plans)
+    raise ValueError(f"plan={path}: names none of {names}")
 
 
 def read_plan(path: Path | str | Plan) -> Plan:
-    """The plan in the JSON file `path`, or the plan itself; ValueError where it is missing, malformed or impossible.
+    """The plan in the JSON file `path`, or the plan itself; ValueError where it is missing,
+    malformed or impossible.
 
         read_plan("plans.json:tp4-pp12-dp8-mbs2")
 

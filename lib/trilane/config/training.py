@@ -6,7 +6,6 @@ import math
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 
 from trilane.config.batch_rampup import Ramp
 from trilane.config.options import check, option
@@ -50,26 +49,19 @@ class Data:
     )
 
     def __post_init__(self) -> None:
-        words = self.split.split(",") if self.split else ["1", "0"]
-        share = re.compile(r" *[0-9]{1,9}(\.[0-9]{1,9})? *")
-        ok = len(words) in (2, 3) and all(map(share.fullmatch, words))
-        require(
-            ok,
-            "data.split",
-            self.split,
-            'must be shares of training, validation and test, such as "949,50,1"',
-        )
-        require(float(words[0]) > 0, "data.split", self.split, "leaves nothing to train on")
         for name in ("source", "tokenizer", "folder"):
             require_path(f"data.{name}", getattr(self, name))
-        parts, blended = (
-            ", ".join(part.source for part in self.blend) or "empty",
-            self.source == "blend",
-        )
-        require(blended or not self.blend, "data.blend", parts, 'needs source="blend"')
-        require(
-            not blended or len(self.blend) > 1, "data.blend", parts, "needs at least two sources"
-        )
+        share = r" *[0-9]{1,9}(\.[0-9]{1,9})? *"
+        ok = not self.split or re.fullmatch(f"{share}(,{share}){{1,2}}", self.split) is not None
+        rule = 'must be shares of training, validation and test, such as "949,50,1"'
+        require(ok, "data.split", self.split, rule)
+        trains = not self.split or float(self.split.split(",")[0]) > 0
+        require(trains, "data.split", self.split, "leaves nothing to train on")
+        parts = ", ".join(part.source for part in self.blend) or "empty"
+        ok = self.source == "blend" or not self.blend
+        require(ok, "data.blend", parts, 'needs source="blend"')
+        ok = self.source != "blend" or len(self.blend) > 1
+        require(ok, "data.blend", parts, "needs at least two sources")
 
     @property
     def parts(self) -> list["Data"]:
@@ -79,9 +71,10 @@ class Data:
     @property
     def shares(self) -> tuple[float, float, float]:
         """The shares of training, validation and test, which add up to 1."""
-        training, validation, test, *_ = (*map(float, (self.split or "1").split(",")), 0.0, 0.0)
-        total = training + validation + test
-        return training / total, validation / total, test / total
+        shares = [float(word) for word in (self.split or "1").split(",")]
+        shares += [0.0] * (3 - len(shares))
+        training, validation, test = (share / sum(shares) for share in shares)
+        return training, validation, test
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,7 +126,8 @@ class Optimizer:
         OptimizerParamScheduler, but one step ahead: Megatron counts the samples before the
         iteration, so its first step under warm-up has rate 0.
         """
-        warmup, decay = self.warmup_samples, self.decay_samples or total_samples
+        warmup = self.warmup_samples
+        decay = self.decay_samples or total_samples
         if samples <= warmup:
             return self.lr * samples / warmup
         progress = min(1.0, (samples - warmup) / max(1, decay - warmup))
@@ -206,30 +200,18 @@ class Run:
     def __post_init__(self) -> None:
         check(self)
         require_path("load", self.load)
-        rule = f"must lie between start_iteration={self.start_iteration} and train_iters={self.train_iters}"
-        require(
-            self.start_iteration < self.goal <= self.train_iters,
-            "exit_iteration",
-            self.exit_iteration,
-            rule,
-        )
-        require(
-            not self.start_iteration or bool(self.load),
-            "start_iteration",
-            self.start_iteration,
-            "needs load",
-        )
+        start = self.start_iteration
+        rule = f"must lie between start_iteration={start} and train_iters={self.train_iters}"
+        ok = start < self.goal <= self.train_iters
+        require(ok, "exit_iteration", self.exit_iteration, rule)
+        require(not start or bool(self.load), "start_iteration", start, "needs load")
+        rule = f"needs eval_interval, which is {self.eval_interval}, or neither"
         both = (self.eval_interval > 0) == (self.eval_iters > 0)
-        require(
-            both,
-            "eval_iters",
-            self.eval_iters,
-            f"needs eval_interval, which is {self.eval_interval}, or neither",
-        )
-        skipped = self.skipped
-        ends = not skipped or skipped[-1][1] < self.train_iters
-        require(ends, "skip", self.skip, f"must end before the last iteration, {self.train_iters}")
-        saves = not inside(skipped, self.goal)
+        require(both, "eval_iters", self.eval_iters, rule)
+        ends = not self.skipped or self.skipped[-1][1] < self.train_iters
+        rule = f"must end before the last iteration, {self.train_iters}"
+        require(ends, "skip", self.skip, rule)
+        saves = not inside(self.skipped, self.goal)
         require(saves, "skip", self.skip, f"holds exit_iteration={self.goal}, which saves")
 
     @property
@@ -246,9 +228,9 @@ class Run:
 
     def evaluates_after(self, iteration: int) -> bool:
         """Whether the validation loss is computed after this iteration."""
-        return self.eval_interval > 0 and (
-            iteration % self.eval_interval == 0 or iteration == self.train_iters
-        )
+        if not self.eval_interval:
+            return False
+        return iteration % self.eval_interval == 0 or iteration == self.train_iters
 
     @property
     def goal(self) -> int:
@@ -262,22 +244,19 @@ def parse_ranges(field: str, text: str) -> Ranges:
     """
     if not text:
         return ()
-    one = r" *[0-9]{1,12}( *- *[0-9]{1,12})? *"
-    ok = re.fullmatch(f"{one}(,{one})*", text)
-    require(bool(ok), field, text, "must be ranges of iterations, such as 101-200,251-300")
-    ends = [part.split("-") for part in text.split(",")]
-    ranges = tuple((int(part[0]), int(part[-1])) for part in ends)
-    require(ranges[0][0] > 0, field, text, "iterations are counted from 1")
-    falls = [f"{first}-{last}" for first, last in ranges if first > last]
-    require(not falls, field, text, f"{''.join(falls[:1])} ends before it begins")
-    for (_, last), (first, _) in pairwise(ranges):
-        require(
-            first > last,
-            field,
-            text,
-            f"ranges must rise and not overlap: {first} comes after {last}",
-        )
-    return ranges
+    part = r" *[0-9]{1,12}( *- *[0-9]{1,12})? *"
+    ok = re.fullmatch(f"{part}(,{part})*", text) is not None
+    require(ok, field, text, "must be ranges of iterations, such as 101-200,251-300")
+    ranges = []
+    before = 0
+    for word in text.split(","):
+        first, _, last = word.partition("-")
+        ends = (int(first), int(last or first))
+        ok = before < ends[0] <= ends[1]
+        require(ok, field, text, "iterations are counted from 1, ranges must rise and not overlap")
+        before = ends[1]
+        ranges.append(ends)
+    return tuple(ranges)
 
 
 def ranges_text(ranges: Iterable[Sequence[int]]) -> str:
