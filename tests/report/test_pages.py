@@ -265,18 +265,30 @@ def explorer(demo: Path, page: Any) -> Any:
     return page.locator("figure.chart").first
 
 
-def picked(figure: Any) -> str:
-    """The id of the picked plan."""
-    return str(figure.locator("select[name=plan_id]").input_value())
+def shown(figure: Any) -> list[str]:
+    """The ids of the picked plan and of the two pins."""
+    return [figure.locator(f"select[name={name}]").input_value() for name in ("plan_id", "a", "b")]
 
 
-def test_keys_walk_all_plans_and_zoom_the_schedule(explorer: Any, page: Any) -> None:
+def test_keys_walk_all_plans_pin_two_and_zoom_the_schedule(explorer: Any, page: Any) -> None:
     explorer.locator("svg.marks").focus()
     seen = []
     for _ in range(explorer.locator(DOTS).count()):
         page.keyboard.press("ArrowRight")
-        seen.append(picked(explorer))
+        seen.append(shown(explorer)[0])
     assert len({*seen}) == len(seen)
+    page.keyboard.press("Enter")
+    page.keyboard.press("ArrowLeft")
+    page.keyboard.press("b")
+    page.wait_for_timeout(300)
+    assert shown(explorer) == [seen[-2], seen[-1], seen[-2]]
+    words = explorer.locator("svg.marks").text_content()
+    assert words.count(seen[-1]) == 1 and words.count(seen[-2]) == 2, (
+        "their numbers stand side by side"
+    )
+    explorer.get_by_text("Pin A", exact=True).click()
+    page.wait_for_timeout(300)
+    assert shown(explorer) == [seen[-2]] * 3
     ticks = explorer.locator(".schedule_group .role-axis-label text")
     whole = {*ticks.all_text_contents()}
     page.keyboard.press("+")
@@ -289,7 +301,7 @@ def test_keys_walk_all_plans_and_zoom_the_schedule(explorer: Any, page: Any) -> 
     for width in (NARROW, 1440):  # as a phone is turned
         page.set_viewport_size({"width": width, "height": 900})
         page.wait_for_timeout(700)
-        assert picked(explorer) == seen[-1]
+        assert shown(explorer) == [seen[-2]] * 3
 
 
 def test_in_an_unpacked_zip_every_link_leads_somewhere_and_no_file_names_the_machine(

@@ -25,9 +25,10 @@ function config(width) {
   return looks;
 }
 
-// The explorer of 02 by keys, buttons and touch; its parameters are plan_id (the picked plan) and zoom_start.
+// The explorer of 02 by keys, buttons and touch; its parameters are plan_id (the picked plan), a, b and zoom_start.
 function steer(place, view) {
   const set = (name, value) => view.signal(name, value).runAsync();
+  const pin = name => () => set(name, view.signal("plan_id"));
   const walk = by => () => {
     const dots = [...place.querySelectorAll(".mark-symbol.role-mark path")].map(dot => dot.__data__.datum);
     dots.sort((p, q) => p.gib - q.gib || p.s - q.s); // as they stand in the figure
@@ -40,7 +41,7 @@ function steer(place, view) {
     const middle = (from + to) / 2 + further * (to - from), half = nearer * (to - from) / 2;
     set("zoom_start", nearer ? [middle - half, middle + half] : null);
   };
-  const acts = { "Zoom in": ["+", look(.5, 0)], "Zoom out": ["-", look(2, 0)],
+  const acts = { "Pin A": ["Enter", pin("a")], "Pin B": ["B", pin("b")], "Zoom in": ["+", look(.5, 0)], "Zoom out": ["-", look(2, 0)],
     Earlier: ["<", look(1, -.5)], Later: [">", look(1, .5)], Whole: ["0", look(0, 0)] };
   const keys = { ArrowRight: walk(1), ArrowDown: walk(1), ArrowLeft: walk(-1), ArrowUp: walk(-1), ...Object.fromEntries(Object.values(acts)) };
   for (const [name, [key, act]] of Object.entries(acts)) {

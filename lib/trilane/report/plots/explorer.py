@@ -1,4 +1,4 @@
-"""The explorer of a search: its plans by speed and memory; the picked one next to the first, and
+"""The explorer of a search: its plans by speed and memory; the picked one next to two others, and
 its schedule.
 """
 
@@ -18,7 +18,7 @@ from trilane.planning.search_result import Candidate, SearchResult
 from trilane.planning.sizing import training_days
 from trilane.report.plots.interactive import Interactive, chart, rounded, tooltips
 from trilane.report.plots.style import INK, LIMIT, plain
-from trilane.utils.numbers import chance, size_text, with_bounds
+from trilane.utils.numbers import chance, size_text, with_interval
 from trilane.utils.tables import grouped
 from trilane.utils.validation import shipped_json
 
@@ -29,7 +29,7 @@ MEMORY = [field.name.replace("_", " ") for field in fields(StageMemory)]
 # One meaning a colour in all panels: blue computes, green is sent, orange are gradients, grey waits
 HUES: dict[str, str] = shipped_json("report/figures")["hues"]
 PICKED = "#00a3c4"
-SHOWN = ["picked", "first"]
+SHOWN = ["picked", "A", "B"]
 BEST, FRONT, RISKIEST = 24, 10, 6  # plans of each kind that are drawn
 PASSES = ("forward", "backward", "data parallel", "optimizer", "bubble")
 # pixels a second, in Vega's expressions
@@ -44,8 +44,9 @@ def explorer(found: SearchResult, tokens: float = 0.0) -> Interactive:
     """The best plan of each TP x PP x DP, the front of speed and memory, and what risks the memory,
     40 in all.
 
-    A click shows a plan in full, next to the first, the fastest. `tokens`: of the run whose days
-    are given, 0 for 20 a parameter. Raises ValueError where the search has no safe plan.
+    A click shows a plan in full, next to two that are pinned as A and B: at first the fastest, and
+    the fastest that may be recommended. `tokens`: of the run whose days are given, 0 for 20 a
+    parameter. Raises ValueError where the search has no safe plan.
     """
     candidates = shown_plans(found)
     table = found.best_per_sizes(40).to_frame()
@@ -55,19 +56,31 @@ def explorer(found: SearchResult, tokens: float = 0.0) -> Interactive:
         rank = str(ranks.get(candidate.plan.id, "none"))
         rows.append({**plan_row(candidate, tokens), "rank": rank})
     best = rows[0]
+    safe = next((row for row in rows if row["risk"] == RISKS[0]), rows[-1])
     labels = [f"{row['s']} s, {row['label']}" for row in rows]
-    box = alt.binding_select(name="plan ", options=[row["id"] for row in rows], labels=labels)
-    # without `nearest`, whose tooltips have no words in Vega-Lite 6.4; the limit's line has no id
-    click: Any = {"on": "click[event.item && event.item.datum.id]", "clear": False, "empty": False}
-    value: Any = [{"id": best["id"]}]
-    pick = alt.selection_point("plan", fields=["id"], value=value, bind=box, **click)
+    boxes: Any = {"options": [row["id"] for row in rows], "labels": labels}
+    pick = alt.selection_point(
+        "plan",
+        fields=["id"],
+        value=[{"id": best["id"]}],
+        bind=alt.binding_select(name="picked ", **boxes),
+        # without `nearest`, whose tooltips have no words in Vega-Lite 6.4; the limit has no id
+        on="click[event.item && event.item.datum.id]",
+        clear=False,
+        empty=False,
+    )
     limits = _limits(candidates)
     memory = alt.layer(_bars("Fullest stage's memory (GiB)", "memory", MEMORY), *limits)
-    parts = _grid([_bars("Time by part (s an iteration)", "times", TIMES), memory], 1)
-    panels = [_speed(pick), parts, alt.layer(_stages(), *limits), _schedule()]
-    figure = _grid(panels, 2, data=alt.NamedData("plans"))
+    panels = [
+        _grid([_speed(pick), _numbers(rows)], 2),
+        _grid([_bars("Time by part (s an iteration)", "times", TIMES), memory], 2),
+        _grid([alt.layer(_stages(), *limits), _schedule()], 2),
+    ]
+    figure = _grid(panels, 1, data=alt.NamedData("plans"))
     figure = figure.configure_legend(columns=5, labelFontSize=11, labelLimit=260)
-    figure = figure.add_params(alt.param("first", value=best["id"]))
+    for name, row in (("a", best), ("b", safe)):
+        box = alt.binding_select(name=f"{name.upper()} ", **boxes)
+        figure = figure.add_params(alt.param(name, value=row["id"], bind=box))
     count = f"{len(rows)} of {found.runnable:,} topologies that can run"
     words = f"{best['s']} s, {best['label']}, {best['gib']} GiB."
     text = f"{count}, the best by seconds and memory. The best: {words}"
@@ -95,20 +108,19 @@ def plan_row(c: Candidate, tokens: float = 0.0) -> Row:
     passes.
     """
     p = c.prediction
-    shape = c.plan.shape
-    tokens = tokens or TOKENS_PER_PARAMETER * shape.parameters
+    tokens = tokens or TOKENS_PER_PARAMETER * c.plan.shape.parameters
     schedule = pipeline_schedule(c.topology, p)
     risk = sum(p.oom_probability > limit for limit in (SAFE, RISKY))
     fullest = max(p.stages, key=lambda stage: stage.total)
     interval = (p.sec_per_it, p.sec_lo, p.sec_hi)
-    days = [training_days(shape, c.topology, seconds, tokens) for seconds in interval]
+    numbers = numbers_of(c, schedule, tokens)
     row: Row = {
         "id": c.plan.id,
         "label": plain(c.label),
         "evidence": p.support.words,
         "gpus": c.topology.gpus,
-        "days": f"{with_bounds(*days)} for {size_text(tokens)} tokens",
-        "bubble": f"{p.time.bubble / p.sec_per_it:.1%}",
+        "number": [*numbers],
+        "text": [*numbers.values()],
         "gib": rounded(p.memory_bytes / 2**30, 4),
         "oom": chance(p.oom_probability),
         "risk": RISKS[risk],
@@ -124,6 +136,32 @@ def plan_row(c: Candidate, tokens: float = 0.0) -> Row:
     for name, values in zip(RUN, zip(*runs_of(schedule), strict=True), strict=True):
         row[name] = [rounded(v, 7) if isinstance(v, float) else v for v in values]
     return row
+
+
+def numbers_of(c: Candidate, schedule: PipelineSchedule, tokens: float) -> dict[str, str]:
+    """What is written about a plan, each by its name, on at most two lines, so narrow that three
+    stand on a phone.
+    """
+    p = c.prediction
+    t = c.topology
+    interval = (p.sec_per_it, p.sec_lo, p.sec_hi)
+    days = [training_days(c.plan.shape, t, seconds, tokens) for seconds in interval]
+    sizes = f"{t.tp} x {t.pp} x {t.dp}"
+    if t.cp > 1:
+        sizes = f"{t.tp} x {t.cp} (CP) x {t.pp} x {t.dp}"
+    stages = schedule.stage_seconds
+    slower = max(stages) * t.pp / sum(stages) - 1
+    return {
+        "TP x PP x DP; id": f"{sizes}\n{c.plan.id}",
+        "ZeRO; recompute": f"{t.zero}; {t.recompute}",
+        "microbatches": f"{t.microbatches} of {t.mbs}",
+        "seconds (90 %)": "{}\n{} to {}".format(*with_interval(*interval)),
+        "GiB": f"{p.memory_bytes / 2**30:.3g}",
+        "P(out of memory)": chance(p.oom_probability),
+        f"days, {size_text(tokens)} tokens": "{}\n{} to {}".format(*with_interval(*days)),
+        "bubble": f"{p.time.bubble / p.sec_per_it:.1%}",
+        "slowest stage": f"{schedule.slowest}: {slower:+.1%}",
+    }
 
 
 def runs_of(schedule: PipelineSchedule) -> Iterator[tuple[Any, ...]]:
@@ -175,7 +213,6 @@ def _speed(pick: Any) -> Any:
     color = alt.Color("risk:N", scale=colors, legend=legend)
     titles = {"label": "plan", "rank": "rank", "id": "id", "gpus": "GPUs", "s": "seconds"}
     titles |= {"lo": "90 % from", "hi": "to", "gib": "GiB", "oom": "P(out of memory)"}
-    titles |= {"days": "days", "bubble": "bubble", "evidence": "evidence"}
     bars = base.mark_rule(opacity=0.5).encode(y=alt.Y("lo:Q", **y), y2="hi:Q", color=color)
     points = base.mark_point(filled=True, opacity=1, strokeWidth=2.5).encode(
         y=alt.Y("s:Q", **y),
@@ -190,18 +227,36 @@ def _speed(pick: Any) -> Any:
     front = front.transform_filter("datum.s == datum.least")
     front = front.mark_line(interpolate="step-after", color=INK, strokeDash=[5, 3])
     front = front.encode(y=alt.Y("s:Q", **y), tooltip=alt.value(None))
-    return alt.layer(bars, front, points.add_params(pick))
+    pins = base.transform_calculate(pin="(datum.id == a ? 'A' : '') + (datum.id == b ? 'B' : '')")
+    pins = pins.mark_text(dx=13, dy=-9, fontSize=13, fontWeight="bold")
+    pins = pins.encode(y=alt.Y("s:Q", **y), text="pin:N")
+    return alt.layer(bars, front, points.add_params(pick), pins)
 
 
-def _both(**properties: Any) -> Any:
-    """A chart of the rows of the picked plan and of the first."""
-    base = chart(**properties).transform_filter("datum.id == plan_id || datum.id == first")
-    return base.transform_calculate(which="datum.id == plan_id ? 'picked' : 'first'")
+def _three(**properties: Any) -> Any:
+    """A chart of the rows of the picked plan and of the pins, each as often as it is one of them."""
+    base = chart(**properties).transform_calculate(which=repr(SHOWN)).transform_flatten(["which"])
+    return base.transform_filter("{picked: plan_id, A: a, B: b}[datum.which] == datum.id")
+
+
+def _numbers(rows: Sequence[Row]) -> Any:
+    """The numbers of the picked plan and of the pins."""
+    names = rows[0]["number"]
+    bare: Any = {"domain": False, "ticks": False, "labelFontSize": 11}
+    top = alt.Axis(orient="top", labelAngle=0, labelFontWeight="bold", **bare)
+    text = _three(width=400, height=24 * len(names)).transform_flatten(["number", "text"])
+    text = text.mark_text(lineBreak="\n", lineHeight=11, fontSize=11, baseline="middle")
+    return text.encode(
+        x=alt.X("which:N", title=None, sort=SHOWN, axis=top),
+        y=alt.Y("number:N", title=None, sort=names, axis=alt.Axis(**bare)),
+        text="text:N",
+        tooltip=tooltips({"label": "plan", "evidence": "evidence"}),
+    )
 
 
 def _bars(title: str, field: str, names: Sequence[str]) -> Any:
-    """The parts of the picked plan and of the first, one after another."""
-    base = _both(title=title, width=430, height=66).transform_calculate(part=repr([*names]))
+    """The parts of the picked plan and of the pins, one after another."""
+    base = _three(title=title, width=430, height=66).transform_calculate(part=repr([*names]))
     base = base.transform_flatten(["part", field]).transform_filter(f"datum.{field} > 0")
     unit = title.rpartition("(")[2].rstrip(")")
     titles = {"which": "", "label": "plan", "part": "part", field: unit}
