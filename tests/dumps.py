@@ -90,36 +90,29 @@ def recording(
     Groups have a name that all ranks share, and a number among the groups of this rank (pg_id),
     under which pg_status tells how far they are.
     """
-    own = {name: number for number, name in enumerate(groups)}
-    last = {
-        name: max(
-            (c["sequence"] for c in calls if c["group"] == name and not c.get("p2p")), default=-1
+    status = {}
+    for number, name in enumerate(groups):
+        entered = [c["sequence"] for c in calls if c["group"] == name and not c.get("p2p")]
+        status[str(number)] = {"last_enqueued_collective": max(entered, default=-1)}
+    entries = []
+    for number, call in enumerate(calls):
+        p2p = call.get("p2p", False)
+        entries.append(
+            {
+                "record_id": number,
+                "pg_id": [*groups].index(call["group"]),
+                "process_group": (call["group"], call["group"]),
+                "collective_seq_id": 0 if p2p else call["sequence"],
+                "p2p_seq_id": call["sequence"] if p2p else 0,
+                "op_id": number,
+                "profiling_name": f"nccl:{call['op']}",
+                "input_sizes": call.get("sizes", [[4096]]),
+                "state": call["state"],
+                "retired": call["state"] == "completed",
+                "is_p2p": p2p,
+            }
         )
-        for name in own
-    }
-    status = {str(number): {"last_enqueued_collective": last[name]} for name, number in own.items()}
-    entries = [
-        {
-            "frames": [
-                {"name": "_reduce", "filename": "/opt/megatron/mpu/mappings.py", "line": 30}
-            ],
-            "record_id": number,
-            "pg_id": own[call["group"]],
-            "process_group": (call["group"], call["group"]),
-            "collective_seq_id": 0 if call.get("p2p") else call["sequence"],
-            "p2p_seq_id": call["sequence"] if call.get("p2p") else 0,
-            "op_id": number,
-            "profiling_name": f"nccl:{call['op']}",
-            "input_sizes": call.get("sizes", [[4096]]),
-            "state": call["state"],
-            "retired": call["state"] == "completed",
-            "is_p2p": call.get("p2p", False),
-        }
-        for number, call in enumerate(calls)
-    ]
-    config = {
-        name: {"name": name, "desc": name, "ranks": str(ranks)} for name, ranks in groups.items()
-    }
+    config = {name: {"name": name, "ranks": str(ranks)} for name, ranks in groups.items()}
     values = {"version": "2.10", "pg_config": config, "pg_status": status, "entries": entries}
     return json.dumps(values).encode() if as_json else pickle.dumps(values, protocol=2)
 

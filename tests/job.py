@@ -6,7 +6,6 @@ not wait.
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from trilane.workspace.rank_grid import Grid, regular
@@ -193,25 +192,7 @@ def stand(
 GRID = regular(8, 12, 4, 8)
 
 
-def job(
-    change: Callable[[dict[int, list[Op]]], None], stuck: dict[int, int]
-) -> dict[int, tuple[int, Op]]:
-    """Where the 384 ranks stand after `change` was made to their programs."""
-    programs = {rank: program(GRID, rank) for rank in GRID.ranks}
-    change(programs)
-    return stand(GRID, programs, stuck)
-
-
 def elsewhere(op: Op, *inner: tuple[str, str, int]) -> Op:
     """The operation with other frames on top, as of a rank that got stuck below it."""
     below = op.stack[2:] if op.kind not in ("work", "send") else op.stack
     return replace(op, stack=(*inner, *below))
-
-
-BARRIER = operation(
-    "barrier", "barrier", "world", ("save_checkpoint", "megatron/checkpointing.py", 160), below=STEP
-)
-TP_NORM = operation(
-    "tp_norm", "all_reduce", "tp", ("allreduce_layernorm_grads", "megatron/optimizer.py", 61)
-)
-DP_NORM = operation("dp_norm", "all_reduce", "dp", ("average_losses", "megatron/utils.py", 61))

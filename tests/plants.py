@@ -8,7 +8,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from dumps import recording, topology, write_all
+from dumps import topology, write_all
 from job import GRID, Op, elsewhere, first, program, stand
 
 
@@ -72,12 +72,6 @@ def node_silent(random: Random) -> Scene:
     return scene
 
 
-def recorded_missing(random: Random) -> Scene:
-    return stuck_at(
-        anyone(random), "dp_sum", ("unscale", "bf16_optimizer.py", 30), style="recorder"
-    )
-
-
 def skipped_broadcast(random: Random) -> Scene:
     """Document 003 in large: some are in the broadcast of the loss, others already in the
     all_reduce of train.
@@ -104,7 +98,6 @@ PLANTS: dict[str, Plant] = {
     "a mismatched collective": mismatched,
     "a rank in the data loader": data_loader,
     "a whole node silent": node_silent,
-    "Flight Recorder: a rank missing": recorded_missing,
     "a broadcast left out": skipped_broadcast,
     "two culprits": two_culprits,
 }
@@ -114,42 +107,6 @@ def write(folder: Path, scene: Scene) -> None:
     """The dumps that the scene leaves, and its topology.json."""
     stands = stand(GRID, scene.programs, scene.stuck)
     folder.mkdir(parents=True)
-    if scene.style == "recorder":
-        _record(folder, scene, stands)
-    else:
-        write_all(
-            folder,
-            {r: op.stack for r, (_, op) in stands.items() if r not in scene.silent},
-            scene.style,
-        )
+    stacks = {rank: op.stack for rank, (_, op) in stands.items() if rank not in scene.silent}
+    write_all(folder, stacks, scene.style)
     topology(folder, 8, 12, 4)
-
-
-def _record(folder: Path, scene: Scene, stands: dict[int, tuple[int, Op]]) -> None:
-    for rank, (index, _) in stands.items():
-        calls: list[dict[str, Any]] = []
-        groups: dict[str, list[int]] = {}
-        count: dict[str, int] = {}
-        for i, op in enumerate(scene.programs[rank][: index + 1]):
-            if op.kind == "work" or (i == index and rank in scene.stuck):
-                continue
-            if op.kind in ("send", "recv"):
-                calls.append(_p2p(rank, op, "completed" if i < index else "started"))
-                groups[f"pp-{min(GRID.group('pp', rank))}"] = sorted(GRID.group("pp", rank))
-                continue
-            group = sorted(GRID.group(op.axis, rank))
-            name = f"{op.axis}-{group[0]}"
-            groups[name], count[name] = group, count.get(name, 0) + 1
-            state = "completed" if i < index else "started"
-            calls.append({"group": name, "sequence": count[name], "op": op.kind, "state": state})
-        (folder / f"nccl_trace_rank_{rank}").write_bytes(
-            recording(calls[-50:], groups, as_json=rank % 2 == 0)
-        )
-
-
-def _p2p(rank: int, op: Op, state: str) -> dict[str, Any]:
-    group = sorted(GRID.group("pp", rank))
-    (peer,) = GRID.group(op.axis, rank) - {rank}
-    arrow = "->" if op.kind == "send" else "<-"
-    name = f"{op.kind} {group.index(rank)}{arrow}{group.index(peer)}"
-    return {"group": f"pp-{group[0]}", "sequence": 0, "op": name, "state": state, "p2p": True}

@@ -62,18 +62,18 @@ class Training:
                 continue
             data = np.random.default_rng(i).standard_normal(2)
             clock = np.random.default_rng([i, run]).standard_normal(3)
+            slow = 3 if i == first else 1
             row = {
                 "iteration": i,
                 "total": self.total,
                 "consumed_samples": consumed,
                 "learning_rate": self.rate(i),
+                "global_batch_size": self.batch(i),
+                "loss_scale": self.scale(i),
+                "lm_loss": self.loss(i) * math.exp(self.noise * data[0] + 0.0003 * clock[0]),
+                "grad_norm": self.norm(i) * math.exp(0.12 * data[1] + 0.01 * clock[1]),
+                "sec_per_it": self.seconds * math.exp(0.02 * abs(clock[2])) * slow,
             }
-            row |= {"global_batch_size": self.batch(i), "loss_scale": self.scale(i)}
-            row["lm_loss"] = self.loss(i) * math.exp(self.noise * data[0] + 0.0003 * clock[0])
-            row["grad_norm"] = self.norm(i) * math.exp(0.12 * data[1] + 0.01 * clock[1])
-            row["sec_per_it"] = (
-                self.seconds * math.exp(0.02 * abs(clock[2])) * (3 if i == first else 1)
-            )
             found.append(row)
         return found
 

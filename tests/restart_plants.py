@@ -160,7 +160,7 @@ def main(kinds: list[str]) -> None:
             print(f"| {kind} | {len(found.findings)} | {'yes' if right else 'NO'} |", flush=True)
             if kinds or not right:
                 print(
-                    *(f"    {f.line()}" for f in found.findings),
+                    *(f"    {f.summary()}" for f in found.findings),
                     *found.notes,
                     sep="\n",
                     file=sys.stderr,

@@ -7,15 +7,16 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from trilane.config.plan import Plan
 from trilane.launch.local import train_local
+from trilane.utils.tables import Record
 from trilane.utils.validation import require
 from trilane.workspace.run import write_text
 from trilane.workspace.status import Status
 
 AXES = ("layers", "hidden", "dp", "gbs")
+ITERATIONS = 5  # of a job
 Runner = Callable[[Plan], str]  # a plan -> how it ended
 
 
@@ -38,57 +39,63 @@ class Boundary:
     works: int
     hangs: int
 
-    def __str__(self) -> str:
-        first = f"works at {self.works}, hangs at {self.hangs}"
-        return f"{self.axis}: {first if self.works else f'hangs even at {self.hangs}, the smallest that was tried'}"
-
 
 @dataclass(frozen=True, kw_only=True)
-class Report:
+class Report(Record):
     """All trials in order, and a boundary for each axis."""
 
     trials: tuple[Trial, ...]
     boundaries: tuple[Boundary, ...]
 
-    def __str__(self) -> str:
-        return "\n".join(
-            [*(f"{t.axis} {t.value}: {t.status}" for t in self.trials), *map(str, self.boundaries)]
-        )
+    def summary(self) -> str:
+        lines = [f"{trial.axis} {trial.value}: {trial.status}" for trial in self.trials]
+        for end in self.boundaries:
+            line = f"{end.axis}: works at {end.works}, hangs at {end.hangs}"
+            if not end.works:
+                line = f"{end.axis}: hangs even at {end.hangs}, the smallest that was tried"
+            lines.append(line)
+        return "\n".join(lines)
 
 
 def values(plan: Plan, axis: str) -> list[int]:
     """The values along an axis that make a valid plan, from the smallest model or batch to the
     plan's own.
     """
-    s, t = plan.shape, plan.topology
+    shape = plan.shape
+    topology = plan.topology
+    replicas = topology.mbs * topology.dp
     candidates = {
-        "layers": range(1, s.num_layers + 1),
-        "hidden": range(s.num_attention_heads, s.hidden_size + 1, s.num_attention_heads),
-        "dp": range(1, t.dp + 1),
-        "gbs": range(t.mbs * t.dp, t.gbs + 1, t.mbs * t.dp),
+        "layers": range(1, shape.num_layers + 1),
+        "hidden": range(
+            shape.num_attention_heads, shape.hidden_size + 1, shape.num_attention_heads
+        ),
+        "dp": range(1, topology.dp + 1),
+        "gbs": range(replicas, topology.gbs + 1, replicas),
     }
-    found = []
+    valid = []
     for value in candidates[axis]:
         with contextlib.suppress(ValueError):
             changed(plan, axis, value)
-            found.append(value)
-    return found
+            valid.append(value)
+    return valid
 
 
 def changed(plan: Plan, axis: str, value: int) -> Plan:
     """The plan with that value and five iterations; ValueError where no such plan exists."""
-    # with fewer replicas, as with fewer nodes, each keeps its share of the batch
-    shape, t = plan.shape, plan.topology
-    sizes: dict[str, Any] = {"layers": {"num_layers": value}, "hidden": {"hidden_size": value}}.get(
-        axis, {}
-    )
-    batch: dict[str, Any] = {
-        "gbs": {"gbs": value},
-        "dp": {"dp": value, "gbs": t.gbs // t.dp * value},
-    }.get(axis, {})
-    run = replace(plan.run, train_iters=min(5, plan.run.train_iters))
-    made: dict[str, Any] = {"shape": replace(shape, **sizes), "topology": replace(t, **batch)}
-    return replace(plan, label=f"{plan.label}-{axis}{value}", run=run, **made)
+    shape = plan.shape
+    topology = plan.topology
+    if axis == "layers":
+        shape = replace(shape, num_layers=value)
+    elif axis == "hidden":
+        shape = replace(shape, hidden_size=value)
+    elif axis == "gbs":
+        topology = replace(topology, gbs=value)
+    elif axis == "dp":
+        # with fewer replicas, as with fewer nodes, each keeps its share of the batch
+        topology = replace(topology, dp=value, gbs=topology.gbs // topology.dp * value)
+    run = replace(plan.run, train_iters=min(ITERATIONS, plan.run.train_iters))
+    label = f"{plan.label}-{axis}{value}"
+    return replace(plan, label=label, run=run, shape=shape, topology=topology)
 
 
 def bisect(plan: Plan, axes: tuple[str, ...], run: Runner) -> Report:
@@ -109,24 +116,29 @@ def bisect(plan: Plan, axes: tuple[str, ...], run: Runner) -> Report:
 
     def boundary(axis: str) -> Boundary:
         tried = values(plan, axis)
-        low, high = 0, len(tried) - 1
+        low = 0
+        high = len(tried) - 1
         if high == 0 or not works(axis, tried[0]):
             return Boundary(axis=axis, works=0, hangs=tried[0])
         while high - low > 1:
             middle = (low + high) // 2
-            low, high = (middle, high) if works(axis, tried[middle]) else (low, middle)
+            if works(axis, tried[middle]):
+                low = middle
+            else:
+                high = middle
         return Boundary(axis=axis, works=tried[low], hangs=tried[high])
 
     require(not works("plan", 0), "plan", plan.label, "does not hang within five iterations")
-    found = tuple(boundary(axis) for axis in axes)
-    return Report(trials=tuple(trials), boundaries=found)
+    boundaries = tuple(boundary(axis) for axis in axes)
+    return Report(trials=tuple(trials), boundaries=boundaries)
 
 
 def local_runner(folder: Path, timeout_s: float) -> Runner:
     """Runs short jobs on this machine, each in its own folder below `folder`."""
 
     def run(plan: Plan) -> str:
-        write_text(folder / plan.label / "plan.json", json.dumps(plan.to_json(), indent=1))
-        return train_local(folder / plan.label, show_progress=False, timeout_s=timeout_s).status
+        place = folder / plan.label
+        write_text(place / "plan.json", json.dumps(plan.to_json(), indent=1))
+        return train_local(place, show_progress=False, timeout_s=timeout_s).status
 
     return run

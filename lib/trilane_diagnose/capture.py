@@ -29,11 +29,11 @@ def capture(folder: Path, plan: Plan) -> Path:
         stacks = stacks.with_name(stacks.name + "b")
     stacks.mkdir(parents=True)
     beats = read_beats(folder)
-    write_topology(
-        stacks, plan, beats
-    )  # now, since the job may end while this process waits for other nodes
+    # now, since the job may end while this process waits for other nodes
+    write_topology(stacks, plan, beats)
     capture_here(folder, stacks)
-    expected, end = {beat.host for beat in beats.values()}, time.monotonic() + OTHERS_S
+    expected = {beat.host for beat in beats.values()}
+    end = time.monotonic() + OTHERS_S
     while time.monotonic() < end and not expected <= hosts_in(stacks):
         time.sleep(0.25)
     write_topology(stacks, plan, beats | read_beats(folder))
@@ -50,8 +50,8 @@ def capture_here(folder: Path, stacks: Path) -> None:
     and its Flight Recorder; states-<host>.json has the states of their processes."""
     # Where the heartbeats of this host cannot be seen, as from outside a container, the run folder
     # has the last ones.
-    known = own_beats(folder) or read_beats(folder)
-    own = [beat for beat in known.values() if beat.host == platform.node()]
+    beats = own_beats(folder) or read_beats(folder)
+    own = [beat for beat in beats.values() if beat.host == platform.node()]
     states = {beat.rank: process_state(beat.pid) for beat in own}
     asked = flight_recorder.ask(folder / "ranks", states)
     with ThreadPoolExecutor(4) as pool:
@@ -64,25 +64,23 @@ def _dump_rank(folder: Path, stacks: Path, beat: Heartbeat, state: str) -> None:
     if state in ("gone", "Z", "X"):
         return
     text, error = pyspy_dump(beat.pid, stopped=state in ("T", "t"))
-    text = (
-        text
-        or _faulthandler_dump(folder, beat)
-        or f"Process {beat.pid}: \nError: py-spy: {error}\n"
-    )
+    text = text or _faulthandler_dump(folder, beat)
+    text = text or f"Process {beat.pid}: \nError: py-spy: {error}\n"
     replace_text(stacks / f"rank_{beat.rank}.txt", text)
 
 
 def pyspy_dump(pid: int, *, stopped: bool = False) -> tuple[str, str]:
     """The output of `py-spy dump` for a process of this host and "", or "" and the error."""
     own = Path(sys.executable).with_name("py-spy")
-    # A process that is stopped already cannot be paused: py-spy would fail.
-    program = str(own) if own.exists() else "py-spy"
-    command = [program, "dump", "--pid", str(pid), *["--nonblocking"] * stopped]
+    command = [str(own) if own.exists() else "py-spy", "dump", "--pid", str(pid)]
+    if stopped:  # and cannot be paused: py-spy would fail
+        command.append("--nonblocking")
     # It takes milliseconds; a process that dies under it must not hold up the others.
     done = run(command, within_s=20.0)
-    if done.returncode:
-        return "", (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[0]
-    return done.stdout, "" if done.stdout.strip() else "no output"
+    if done.returncode or not done.stdout.strip():
+        lines = done.stderr.strip().splitlines()
+        return "", lines[0] if lines else f"exit code {done.returncode}"
+    return done.stdout, ""
 
 
 def _faulthandler_dump(folder: Path, beat: Heartbeat) -> str:
@@ -105,28 +103,26 @@ def _faulthandler_dump(folder: Path, beat: Heartbeat) -> str:
 
 def write_topology(stacks: Path, plan: Plan, beats: dict[int, Heartbeat]) -> None:
     """Write topology.json: each rank's place, its last heartbeat, and the state of its process."""
-    found = [
-        json_object(read_text(path)) or {}
-        for path in stacks.glob("states-*.json")
-        if path.is_file()
-    ]
-    states = {
-        rank: state for values in found for rank, state in values.items() if isinstance(state, str)
-    }
-    t, ranks = plan.topology, []
-    replicas = (
-        t.dp * t.cp
-    )  # the ranks of a cp group stand between tp and dp, and reduce gradients as replicas do
-    grid = rank_grid.regular(t.tp, t.pp, replicas, min(plan.cluster.gpus_per_node, t.gpus))
+    states: dict[str, object] = {}
+    for path in stacks.glob("states-*.json"):
+        if path.is_file():
+            states |= json_object(read_text(path)) or {}
+    topology = plan.topology
+    # the ranks of a cp group stand between tp and dp, and reduce gradients as replicas do
+    replicas = topology.dp * topology.cp
+    width = min(plan.cluster.gpus_per_node, topology.gpus)
+    grid = rank_grid.regular(topology.tp, topology.pp, replicas, width)
     hosts = {grid[rank].node: beat.host for rank, beat in beats.items() if rank in grid}
+    ranks = []
     for place in grid.places:
-        facts = {axis: getattr(place, axis) for axis in ("rank", "tp", "pp", "dp")}
-        # a rank without a heartbeat is on the host of the others of its node
-        beat = (
-            as_json(beats[place.rank])
-            if place.rank in beats
-            else {"host": hosts.get(place.node, "")}
-        )
-        ranks.append({**facts, **beat, "state": states.get(str(place.rank), "")})
-    sizes = {"tp": t.tp, "pp": t.pp, "dp": replicas, "gpus_per_node": plan.cluster.gpus_per_node}
-    replace_text(stacks / "topology.json", json.dumps({**sizes, "ranks": ranks}, indent=1) + "\n")
+        row: dict[str, object] = {axis: getattr(place, axis) for axis in ("rank", "tp", "pp", "dp")}
+        if place.rank in beats:
+            row |= as_json(beats[place.rank])
+        else:  # it is on the host of the others of its node
+            row["host"] = hosts.get(place.node, "")
+        state = states.get(str(place.rank))
+        row["state"] = state if isinstance(state, str) else ""
+        ranks.append(row)
+    values = {"tp": topology.tp, "pp": topology.pp, "dp": replicas}
+    values["gpus_per_node"] = plan.cluster.gpus_per_node
+    replace_text(stacks / "topology.json", json.dumps({**values, "ranks": ranks}, indent=1) + "\n")

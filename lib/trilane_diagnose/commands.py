@@ -1,6 +1,6 @@
 """`trilane debug`: hangs, slow nodes, bad restarts."""
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 from trilane.cli.app import Answer, Group, command
@@ -14,7 +14,7 @@ from trilane.workspace.phase_times import read_phase_times
 from trilane_diagnose import bisection, rehearsal
 from trilane_diagnose import capture as stacks
 from trilane_diagnose.hang import diagnose_hang
-from trilane_diagnose.incident import read_incident, write_incident
+from trilane_diagnose.incident import read_incident
 from trilane_diagnose.restart import compare_restart
 from trilane_diagnose.stacks import last_calls
 from trilane_diagnose.stragglers import find_stragglers
@@ -33,12 +33,10 @@ class Ranks:
 
     def grid(self) -> rank_grid.Grid | None:
         """Their grid; None where no size is given."""
-        tp, pp, dp = self.tp or 1, self.pp or 1, self.dp or 1
-        return (
-            rank_grid.regular(tp, pp, dp, self.gpus_per_node)
-            if self.tp or self.pp or self.dp
-            else None
-        )
+        if not (self.tp or self.pp or self.dp):
+            return None
+        sizes = self.tp or 1, self.pp or 1, self.dp or 1
+        return rank_grid.regular(*sizes, self.gpus_per_node)
 
 
 @command(GROUP)
@@ -51,20 +49,13 @@ def hang(folder: Path, ranks: Ranks) -> Answer:
 
 
 @command(GROUP)
-def incident(
-    folder: Path, page: Path | None = option(None, "write it as an HTML page, too", metavar="FILE")
-) -> Answer:
-    """Print what happened: one verdict from logs, stacks, Flight Recorder and SLURM's accounting,
-    and what each of them has.
+def incident(folder: Path) -> Answer:
+    """Print what happened: one verdict from logs, stacks, Flight Recorder and SLURM's accounting.
 
     FOLDER is a run folder, or holds copies of these files, such as what `sacct --parsable2`
     printed.
     """
-    found = read_incident(folder)
-    if page:
-        require(page.parent.is_dir(), "page", page, "its folder does not exist")
-        write_incident(found, page)
-    return Answer(found.to_json(), found.summary())
+    return Answer.of(read_incident(folder))
 
 
 @command(GROUP)
@@ -93,7 +84,7 @@ def capture(
     require(bool(read_beats(folder)), "folder", folder, rule)
     taken = stacks.capture(folder, plan)
     verdict = diagnose_hang(taken)
-    return Answer(verdict.to_json(), f"{taken}\n{verdict.to_text()}")
+    return Answer(verdict.to_json(), f"{taken}\n{verdict.summary()}")
 
 
 @command(GROUP)
@@ -101,9 +92,9 @@ def stragglers(folder: Path, ranks: Ranks) -> Answer:
     """Print which rank or node makes the others wait, from a run folder with phase times
     (run.timers).
     """
-    known, seconds = read_phase_times(folder, ranks.grid())
-    slow = find_stragglers(known, seconds)
-    text = "\n".join(map(str, slow)) or "no rank is slower than its peers"
+    grid, seconds = read_phase_times(folder, ranks.grid())
+    slow = find_stragglers(grid, seconds)
+    text = "\n".join(one.summary() for one in slow) or "no rank is slower than its peers"
     return Answer({"ranks": len(seconds), "stragglers": [one.to_json() for one in slow]}, text)
 
 
@@ -120,8 +111,8 @@ def restart(a: Path, b: Path) -> Answer:
 
     Each is a run folder, a checkpoint, or a folder of fingerprints.
     """
-    found = compare_restart(a, b)
-    return Answer.of(found, found.findings)
+    comparison = compare_restart(a, b)
+    return Answer.of(comparison, comparison.findings)
 
 
 @command(GROUP)
@@ -153,7 +144,8 @@ def bisect(
     """Shrink the hanging PLAN in short jobs until the boundary between what works and what hangs is
     known.
     """
-    read, names = read_plan(plan), tuple(axes.split(","))
+    read = read_plan(plan)
+    names = tuple(axes.split(","))
     for name in names:
         require_known("axis", name, bisection.AXES)
     if dry_run:
@@ -161,5 +153,4 @@ def bisect(
         return Answer.lines("tried", text)
     folder = out or plan.with_name(f"{plan.stem}-bisect")
     require(not folder.exists(), "out", folder, "exists; name another")
-    report = bisection.bisect(read, names, bisection.local_runner(folder, timeout))
-    return Answer(asdict(report), str(report))
+    return Answer.of(bisection.bisect(read, names, bisection.local_runner(folder, timeout)))

@@ -5,8 +5,9 @@ logs do not show.
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -21,13 +22,27 @@ from trilane.utils.validation import shipped_json
 WORDS: Mapping[str, str] = shipped_json("restart_causes")["words"]
 # findings that several causes can have
 OPEN = ("loss-level", "gradient-scale", "gradient-level", "rate-level", "another-schedule")
-Numbers = tuple[np.ndarray, np.ndarray]  # iterations and values
-Found = tuple[
-    str, int, float, str
-]  # the cause, the new line that differs first, the value expected there, a detail
 LEVELS = ("lm_loss", "grad_norm")
+ZERO_IS_A_VALUE = ("learning_rate", "skipped", "consumed_samples")
+LEAST, MOST = 1e-18, 1e18  # numbers outside are damaged
 ONCE = 4.0  # of robust noise: a restart is one place, where SIGMAS is for ten thousand lines
 FEWEST = 12  # lines before a restart by which loss and gradient norm are judged
+FEWEST_AFTER = 3
+MEDIAN_VARIANCE = math.pi / 2  # of a median, relative to that of a mean
+SAME = 0.01  # relative: rounding of printed values
+UNSEEN = (
+    "seeds, optimizer states, data order (no log shows them: `trilane debug restart` compares "
+    "what was saved)"
+)
+
+
+class Found(NamedTuple):
+    """A cause, the new line that differs first, the value expected there, a detail."""
+
+    cause: str
+    place: int
+    expected: float
+    detail: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,20 +80,22 @@ class Break(Record):
 
     @property
     def size(self) -> float | None:
-        return self.after.value / self.expected if abs(self.expected) > 1e-30 else None
+        if abs(self.expected) < LEAST:
+            return None
+        return self.after.value / self.expected
 
     @property
     def sentence(self) -> str:
-        size = f"{self.expected:.6g} expected, {change(self.after.value, self.expected)}"
         where = f"restart at iteration {self.restart}: {WORDS[self.quantity]}"
-        seen = f"{where}: {self.before}, {self.after} ({size}); {WORDS[self.cause]}"
-        parts = [
-            seen,
-            self.detail,
-            *[f"excluded: {', '.join(self.excluded)}"] * bool(self.excluded),
-        ]
-        parts += [f"possible: {' | '.join(self.possible)}"] * bool(self.possible)
-        return one_line("; ".join(filter(None, parts)))
+        size = f"{self.expected:.6g} expected, {change(self.after.value, self.expected)}"
+        parts = [f"{where}: {self.before}, {self.after} ({size})", WORDS[self.cause]]
+        if self.detail:
+            parts.append(self.detail)
+        if self.excluded:
+            parts.append(f"excluded: {', '.join(self.excluded)}")
+        if self.possible:
+            parts.append(f"possible: {' | '.join(self.possible)}")
+        return one_line("; ".join(parts))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,238 +106,277 @@ class Continuity(Record):
     breaks: tuple[Break, ...]
     unjudged: tuple[str, ...]
 
-    def lines(self) -> list[str]:
+    def summary(self) -> str:
         """A line for each break, and one for what could not be judged."""
-        return [b.sentence for b in self.breaks] + [f"not judged: {what}" for what in self.unjudged]
+        lines = [broken.sentence for broken in self.breaks]
+        return "\n".join([*lines, *(f"not judged: {what}" for what in self.unjudged)])
 
 
 def find_breaks(logs: Sequence[RunLog]) -> Continuity:
     """What the restarts of one training did not continue; its logs in the order in which they ran.
 
-        find_breaks([read_log("part1.log"), read_log("part2.log")]).lines()
+        find_breaks([read_log("part1.log"), read_log("part2.log")]).summary()
 
     Left out: what changes without a restart (see find_spikes), a schedule that bends right at the
     restart, a loss that is lower unless iterations were repeated, and trainings whose iteration
     numbers begin again.
     """
-    found, unjudged = list[Break](), dict[str, None]()
-    restarts = join(logs).restarts if any(log.first_iteration is not None for log in logs) else ()
+    restarts: Sequence[Restart] = ()
+    if any(log.first_iteration is not None for log in logs):
+        restarts = join(logs).restarts
+    breaks = []
+    unjudged: dict[str, None] = {}
     for restart in map(Boundary, restarts):
-        judged = {name: rule(restart, name) for name, rule in RULES.items() if restart.has(name)}
-        whole = [
-            name
-            for name, broken in judged.items()
-            if not broken and (name not in LEVELS or restart.has_course)
-        ]
-        mine = [restart.found(name, *broken) for name, broken in judged.items() if broken]
-        found += [_explained(one, whole, restart) if one.cause in OPEN else one for one in mine]
+        broken = {}
+        continued = []
+        for name, rule in RULES.items():
+            if not restart.has(name):
+                continue
+            found = rule(restart, restart.column(name))
+            if found:
+                broken[name] = found
+            elif name not in LEVELS or restart.has_course:
+                continued.append(name)
+        for name, found in broken.items():
+            one = restart.broken(name, found)
+            breaks.append(_explained(one, continued, restart) if one.cause in OPEN else one)
         unjudged |= dict.fromkeys(_unjudged(restart))
-    unseen = "seeds, optimizer states, data order (no log shows them: `trilane debug restart` compares what was saved)"
-    unjudged |= dict.fromkeys([unseen] * bool(restarts))
-    return Continuity(restarts=len(restarts), breaks=tuple(found), unjudged=tuple(unjudged))
+    if restarts:
+        unjudged[UNSEEN] = None
+    return Continuity(restarts=len(restarts), breaks=tuple(breaks), unjudged=tuple(unjudged))
 
 
-def _explained(found: Break, whole: Sequence[str], r: "Boundary") -> Break:
+def _explained(broken: Break, continued: Sequence[str], restart: "Boundary") -> Break:
     """The break with the causes that it excludes together with the quantities that go on as before,
     and the others.
     """
     # the first line alone is off by more than noise: nothing that an optimizer does has changed it
-    sigma = noise(np.log(np.maximum(r.before(found.quantity)[-64:], 1e-300)))
-    sudden = (
-        abs(math.log(found.size or 1.0)) > ONCE * sigma
-        if math.isfinite(found.size or 1.0)
-        else True
-    )
-    at_once = r.every <= 1 and found.after.iteration == found.restart and sudden
-    excluded, possible = list[str](), list[str]()
-    # loss and gradient norm of the first step (`at_once`) are computed before an optimizer changes
-    # anything
-    causes: Sequence[Mapping[str, Any]] = shipped_json("restart_causes")["causes"]
-    for cause in (cause for cause in causes if found.quantity in cause["breaks"]):
-        kept = [WORDS[name] for name in cause["always"] if name in whole]
-        late = "acts after the first step" * (at_once and found.quantity not in cause["at_once"])
-        why = f"{kept[0]} goes on" if kept else late
-        (excluded if why else possible).append(
-            f"{cause['cause']} ({why})" if why else cause["cause"]
-        )
-    return replace(found, excluded=tuple(excluded), possible=tuple(possible))
+    recent = restart.before(broken.quantity)[-64:]
+    size = abs(broken.size or 1.0)
+    at_once = restart.every <= 1 and broken.after.iteration == broken.restart
+    if math.isfinite(size):
+        at_once &= abs(math.log(size)) > ONCE * noise(np.log(np.maximum(recent, 1e-300)))
+    excluded = []
+    possible = []
+    # loss and gradient norm of the first step are computed before an optimizer changes anything
+    for cause in shipped_json("restart_causes")["causes"]:
+        if broken.quantity not in cause["breaks"]:
+            continue
+        whole = [WORDS[name] for name in cause["always"] if name in continued]
+        if whole:
+            excluded.append(f"{cause['cause']} ({whole[0]} goes on)")
+        elif at_once and broken.quantity not in cause["at_once"]:
+            excluded.append(f"{cause['cause']} (acts after the first step)")
+        else:
+            possible.append(cause["cause"])
+    return replace(broken, excluded=tuple(excluded), possible=tuple(possible))
+
+
+class Column(NamedTuple):
+    """A quantity before and after a restart: iterations and values, where training can have
+    them.
+    """
+
+    name: str
+    at: np.ndarray
+    values: np.ndarray
+    at_new: np.ndarray
+    new: np.ndarray
 
 
 @dataclass(frozen=True)
 class Boundary:
-    """A restart as the rules see it: columns before and after it, where training can have their
-    values.
-    """
+    """A restart as the rules see it."""
 
     restart: Restart
 
-    @property
+    @cached_property
     def every(self) -> float:
         """Iterations that a line covers, on the side where it covers more."""
         sides = (self.restart.before, self.restart.after)
         return max(interval(side["iteration"].to_numpy(float)) for side in sides)
 
-    def numbers(self, name: str) -> tuple[Numbers, Numbers]:
-        """Iterations and values of a column before the restart and after it; nothing where a log
-        does not print it.
-        """
-        before, after = self.restart.before, self.restart.after
-        printed = all(name in log.iterations for log in self.restart.logs)
-        one, two = (_numbers(side if printed else side.iloc[:0], name) for side in (before, after))
-        return one, two
+    def column(self, name: str) -> Column:
+        """A column; nothing where a log does not print it."""
+        before = self.restart.before
+        after = self.restart.after
+        if not all(name in log.iterations for log in self.restart.logs):
+            before = before.iloc[:0]
+            after = after.iloc[:0]
+        return Column(name, *_numbers(before, name), *_numbers(after, name))
 
     def has(self, name: str) -> bool:
         """Whether both sides print the column."""
-        return all(len(at) for at, _ in self.numbers(name))
+        column = self.column(name)
+        return len(column.at) > 0 and len(column.at_new) > 0
 
     @property
     def has_course(self) -> bool:
         """Whether there are lines enough to judge a loss or a gradient norm."""
-        at = self.restart.before["iteration"]
-        return int((at < self.restart.iteration).sum()) >= FEWEST and len(self.restart.after) >= 3
+        lines = int((self.restart.before["iteration"] < self.restart.iteration).sum())
+        return lines >= FEWEST and len(self.restart.after) >= FEWEST_AFTER
 
     def before(self, name: str) -> np.ndarray:
         """The values up to that of the first iteration after the restart, else of the last one
         before it.
         """
-        (at, x), _ = self.numbers(name)
-        return x[: max(int(np.searchsorted(at, self.restart.iteration, "right")), 1)]
+        column = self.column(name)
+        end = int(np.searchsorted(column.at, self.restart.iteration, "right"))
+        return column.values[: max(end, 1)]
 
-    def differs(self, *names: str) -> bool:
-        """Whether the first value of a column after the restart is another one, by more than a per
-        cent.
-        """
-        return any(
-            abs(self.numbers(n)[1][1][0] / self.before(n)[-1] - 1) > 0.01
-            for n in names
-            if self.has(n)
+    def differs(self, name: str) -> bool:
+        """Whether the first value of a column after the restart is another one."""
+        if not self.has(name):
+            return False
+        return abs(self.column(name).new[0] / self.before(name)[-1] - 1) > SAME
+
+    def broken(self, name: str, found: Found) -> Break:
+        """The Break of a column, against the last line before the restart."""
+        column = self.column(name)
+        last = max(int(np.searchsorted(column.at, self.restart.iteration)) - 1, 0)
+        old, new = map(_name, self.restart.logs)
+        place = found.place
+        return Break(
+            quantity=name,
+            cause=found.cause,
+            restart=self.restart.iteration,
+            before=Line(log=old, iteration=int(column.at[last]), value=float(column.values[last])),
+            after=Line(
+                log=new, iteration=int(column.at_new[place]), value=float(column.new[place])
+            ),
+            expected=float(found.expected),
+            detail=found.detail,
         )
 
-    def found(self, name: str, cause: str, place: int, expected: float, detail: str) -> Break:
-        """The Break at line `place` of the new values of a column, against the last line before the
-        restart.
-        """
-        (at, x), (at_new, y) = self.numbers(name)
-        last = max(int(np.searchsorted(at, self.restart.iteration)) - 1, 0)
-        # the log of a run folder has the folder's name
-        one, two = (
-            Path(*log.source.parts[-2:] if log.source.name == "run.log" else [log.source.name])
-            for log in self.restart.logs
-        )
-        before = Line(log=str(one), iteration=int(at[last]), value=float(x[last]))
-        after = Line(log=str(two), iteration=int(at_new[place]), value=float(y[place]))
-        made: Any = {
-            "before": before,
-            "after": after,
-            "expected": float(expected),
-            "detail": detail,
-        }
-        return Break(quantity=name, cause=cause, restart=self.restart.iteration, **made)
+
+def _name(log: RunLog) -> str:
+    """Of a log; that of a run folder has the folder's name."""
+    if log.source.name == "run.log":
+        return str(Path(*log.source.parts[-2:]))
+    return log.source.name
 
 
-def _unjudged(r: Boundary) -> Iterator[str]:
-    missing = [WORDS[name] for name in RULES if not r.has(name)]
-    at, where = r.restart.before["iteration"], f"restart at iteration {r.restart.iteration}"
-    before = at[at < r.restart.iteration]
+def _unjudged(restart: Boundary) -> Iterator[str]:
+    iteration = restart.restart.iteration
+    where = f"restart at iteration {iteration}"
+    missing = [WORDS[name] for name in RULES if not restart.has(name)]
     if missing:
         yield f"{', '.join(missing)} (not printed on both sides of the {where})"
-    if not r.has_course:
+    if not restart.has_course:
         yield f"loss, gradient norm (too few lines at the {where})"
-    if len(before) and r.restart.iteration - before.iloc[-1] > r.every:
-        yield f"iterations {before.iloc[-1] + 1:.0f} to {r.restart.iteration - 1} (in no log)"
+    at = restart.restart.before["iteration"]
+    last = at[at < iteration].max()
+    if iteration - last > restart.every:
+        yield f"iterations {last + 1:.0f} to {iteration - 1} (in no log)"
 
 
-def _rate(r: Boundary, name: str) -> Found | None:
+def _rate(restart: Boundary, column: Column) -> Found | None:
     """The learning rate against the schedule before it, continued by its slope beyond the last
     iteration.
     """
-    (at, x), (at_new, y) = r.numbers(name)
-    slope, own, beyond = (
-        _slope(at[-8:], x[-8:]),
-        _slope(at_new[:8], y[:8]),
-        np.maximum(at_new - at[-1], 0.0),
-    )
-    expected = np.interp(at_new, at, x) + slope * beyond
+    _, at, values, at_new, new = column
+    beyond = np.maximum(at_new - at[-1], 0.0)
+    slope = _slope(at[-8:], values[-8:])
+    slope_new = _slope(at_new[:8], new[:8])
+    expected = np.interp(at_new, at, values) + slope * beyond
     # logs print three digits; at the restart a warm-up, plateau or decay may begin or end
-    allowed = 0.02 * expected + (abs(slope) + abs(own)) * np.maximum(r.every, beyond)
-    wrong = np.abs(y - expected) > allowed
-    # a schedule in samples goes on over the samples
-    if 2 * wrong[:3].sum() <= len(wrong[:3]) or r.differs("global_batch_size"):
+    bend = (abs(slope) + abs(slope_new)) * np.maximum(restart.every, beyond)
+    wrong = np.abs(new - expected) > 2 * SAME * expected + bend
+    # most of the first three lines; a schedule in samples goes on over the samples
+    if 2 * wrong[:3].sum() <= len(wrong[:3]) or restart.differs("global_batch_size"):
         return None
     place = int(np.argmax(wrong))
-    value, goal = y[place], expected[place]
-    is_first = at[0] <= 2 * r.every and abs(value - x[0]) < 0.1 * abs(goal - x[0])
-    longer = r.differs("train_iters")  # the number of all iterations, which many logs print
-    begins = value < 0.05 * goal or is_first
-    return (
-        "scheduler-restarted" if begins else "another-schedule" if longer else "rate-level",
-        place,
-        goal,
-        "",
-    )
+    value = new[place]
+    goal = expected[place]
+    first = values[0]
+    is_first_rate = at[0] <= 2 * restart.every and abs(value - first) < 0.1 * abs(goal - first)
+    cause = "rate-level"
+    if value < 0.05 * goal or is_first_rate:
+        cause = "scheduler-restarted"
+    elif restart.differs("train_iters"):  # the number of all iterations, which many logs print
+        cause = "another-schedule"
+    return Found(cause, place, goal)
 
 
-def _consumed(r: Boundary, name: str) -> Found | None:
+def _consumed(restart: Boundary, column: Column) -> Found | None:
     """Consumed samples against the count before, plus the batches since."""
-    (at, x), (at_new, y) = r.numbers(name)
-    done, value = at < at_new[0], float(y[0])
-    sides = (at[done][-32:], x[done][-32:]), (at_new[:32], y[:32])
-    each = [slope for side in sides if (slope := _slope(*side)) > 0]
-    if not each or not done.any():
+    first = column.at_new[0]
+    done = column.at < first
+    old = column.values[done][-32:]
+    new = column.new[:32]
+    batches = [_slope(column.at[done][-32:], old), _slope(column.at_new[:32], new)]
+    batches = [batch for batch in batches if batch > 0]
+    if not batches or not len(old):
         return None
-    counts = [x[done][-1] + slope * (at_new[0] - at[done][-1]) for slope in each]
+    counts = [old[-1] + batch * (first - column.at[done][-1]) for batch in batches]
     # counts printed as 52.4M rise unevenly by their last digit, and those of a ramp-up do too
-    uneven = max(
-        float(np.abs(np.diff(v) - np.median(np.diff(v))).max()) for _, v in sides if len(v) > 1
-    )
-    slack = 0.5 * max(each) + 2 * uneven
+    uneven = 0.0
+    for values in (old, new):
+        if len(values) > 1:
+            steps = np.diff(values)
+            uneven = max(uneven, float(np.abs(steps - np.median(steps)).max()))
+    slack = 0.5 * max(batches) + 2 * uneven
+    value = float(new[0])
     if min(counts) - slack < value < max(counts) + slack:
         return None
     expected = min(counts) if value < min(counts) else max(counts)
-    from_start = value <= 1.5 * min(r.every, at_new[0]) * each[-1]
-    cause = (
-        "data-from-start" if from_start else "data-replayed" if value < expected else "data-skipped"
-    )
-    return cause, 0, expected, f"{abs(value - expected):.0f} samples"
+    cause = "data-replayed" if value < expected else "data-skipped"
+    if value <= 1.5 * min(restart.every, first) * batches[-1]:
+        cause = "data-from-start"
+    return Found(cause, 0, expected, f"{abs(value - expected):.0f} samples")
 
 
-def _kept(r: Boundary, name: str) -> Found | None:
-    """Batch size, sequence length or loss scale: the value before the restart, or the next step of
-    those seen.
-
-    A ramp-up or curriculum grows by about the factor of its steps, which falls or stays. A loss
-    scale moves by a factor of 2 on its own, down also by one for each skipped iteration.
+def _scale(restart: Boundary, column: Column) -> Found | None:
+    """The loss scale: it moves by a factor of 2 on its own, down also by one for each skipped
+    iteration.
     """
-    x, (_, y), (_, skipped) = r.before(name), r.numbers(name)[1], r.numbers("skipped")[1]
-    before, after, given = x[-1], y[0], r.restart.logs[1].arguments
-    step = max(float((side[1:] / side[:-1]).max(initial=1.0)) for side in (x, y))
-    if name == "loss_scale":
-        low, high = (
-            1 / (4 * 2 ** (min(64.0, skipped[0]) if len(skipped) else 0)),
-            max(4.0, 2 * step),
-        )
-        # Megatron begins at 2^32, DeepSpeed at 2^16, where no argument says otherwise
-        is_initial = after in (x[0], given.get("initial_loss_scale"), 2.0**16, 2.0**32)
-        cause = "loss-scale-initial" if is_initial else "loss-scale-lost"
-        cause = "precision-changed" if 1.0 in (before, after) else cause
-    else:
-        planned = name == "global_batch_size" and given.get("rampup_batch_size") not in (
-            None,
-            "None",
-        )
-        low, high = 0.99, math.inf if planned else 1.01 * step**1.5
-        again = after < before and (np.diff(y).max(initial=0.0) > 0 or after == x[0])
-        cause = (
-            "sequence-length"
-            if name == "seq_length"
-            else "ramp-up-restarted"
-            if again
-            else "batch-changed"
-        )
-    return None if low < after / before < high else (cause, 0, before, "")
+    before = restart.before("loss_scale")
+    old = before[-1]
+    new = column.new[0]
+    skipped = restart.column("skipped").new
+    down = min(64.0, skipped[0]) if len(skipped) else 0.0
+    step = max(_largest_step(before), _largest_step(column.new))
+    if 1 / (4 * 2**down) < new / old < max(4.0, 2 * step):
+        return None
+    # Megatron begins at 2^32, DeepSpeed at 2^16, where no argument says otherwise
+    given = restart.restart.logs[1].arguments.get("initial_loss_scale")
+    cause = "loss-scale-lost"
+    if 1.0 in (old, new):
+        cause = "precision-changed"
+    elif new in (before[0], given, 2.0**16, 2.0**32):
+        cause = "loss-scale-initial"
+    return Found(cause, 0, old)
 
 
-def _moved(r: Boundary, name: str, least: float) -> tuple[float, float]:
+def _size(restart: Boundary, column: Column) -> Found | None:
+    """Batch size or sequence length: the value before the restart, or the next step of those seen.
+
+    A ramp-up or curriculum grows by about the factor of its steps, which falls or stays.
+    """
+    before = restart.before(column.name)
+    old = before[-1]
+    new = column.new[0]
+    most = (1 + SAME) * max(_largest_step(before), _largest_step(column.new)) ** 1.5
+    planned = restart.restart.logs[1].arguments.get("rampup_batch_size")
+    if column.name == "global_batch_size" and planned not in (None, "None"):
+        most = math.inf
+    if 1 - SAME < new / old < most:
+        return None
+    grows = bool((np.diff(column.new) > 0).any())
+    cause = "batch-changed"
+    if column.name == "seq_length":
+        cause = "sequence-length"
+    elif new < old and (grows or new == before[0]):
+        cause = "ramp-up-restarted"
+    return Found(cause, 0, old)
+
+
+def _largest_step(values: np.ndarray) -> float:
+    """The largest factor from one value to the next; 1.0 where none rises."""
+    return float((values[1:] / values[:-1]).max(initial=1.0))
+
+
+def _moved(restart: Boundary, column: Column, least: float) -> tuple[float, float]:
     """The expected ln(value), and by how much the lines after the restart lie off it; 0.0 where
     that is noise.
 
@@ -329,56 +385,66 @@ def _moved(r: Boundary, name: str, least: float) -> tuple[float, float]:
     made on its own: a loss falls by itself, so that only a rise counts. Left out: a rise hidden by
     earlier ones as large.
     """
-    (at, x), (at_new, y) = ((when[v > 0], np.log(v[v > 0])) for when, v in r.numbers(name))
-    _, mine, theirs = np.intersect1d(at_new, at, return_indices=True)
-    if len(mine) >= 3:
-        off = y[mine] - x[theirs]
-        middle, error = (
-            float(np.median(off[:8])),
-            noise(off) * math.sqrt(1.57 / len(off[:8])),
-        )  # of a median: pi / 2
-        return float(x[theirs[0]]), middle if abs(middle) > max(least, SIGMAS * error) else 0.0
-    past = pd.Series(x[at < r.restart.iteration])
-    lines = min(8, len(y))
-    if len(past) < FEWEST or lines < 3:
+    at = column.at[column.values > 0]
+    old = np.log(column.values[column.values > 0])
+    at_new = column.at_new[column.new > 0]
+    new = np.log(column.new[column.new > 0])
+    _, repeated, originals = np.intersect1d(at_new, at, return_indices=True)
+    if len(repeated) >= FEWEST_AFTER:
+        off = new[repeated] - old[originals]
+        middle = float(np.median(off[:8]))
+        error = noise(off) * math.sqrt(MEDIAN_VARIANCE / len(off[:8]))
+        is_noise = abs(middle) <= max(least, SIGMAS * error)
+        return float(old[originals[0]]), 0.0 if is_noise else middle
+    past = pd.Series(old[at < restart.restart.iteration])
+    lines = min(8, len(new))
+    if len(past) < FEWEST or lines < FEWEST_AFTER:
         return 0.0, 0.0
     level = past.rolling(32, min_periods=FEWEST // 2).median()
-    own = float((past.rolling(lines).median() - level.shift(lines)).max())
-    rise = float(np.median(y[:lines])) - level.iloc[-1]
-    error = noise(past.tail(64).to_numpy()) * math.sqrt(
-        1.57 / lines + 1.57 / min(32, len(past))
-    )  # of both medians
-    return float(past.tail(3).median()), rise if rise > max(least, 1.5 * own, ONCE * error) else 0.0
+    own_rise = float((past.rolling(lines).median() - level.shift(lines)).max())
+    rise = float(np.median(new[:lines])) - level.iloc[-1]
+    # of both medians
+    error = math.sqrt(MEDIAN_VARIANCE / lines + MEDIAN_VARIANCE / min(32, len(past)))
+    error *= noise(past.tail(64).to_numpy())
+    is_noise = rise <= max(least, 1.5 * own_rise, ONCE * error)
+    return float(past.tail(3).median()), 0.0 if is_noise else rise
 
 
-def _loss(r: Boundary, name: str) -> Found | None:
-    (at, x), (_, y) = r.numbers(name)
-    expected, moved = _moved(r, name, 0.01)
+def _loss(restart: Boundary, column: Column) -> Found | None:
+    expected, moved = _moved(restart, column, SAME)
     if not moved:
         return None
-    level, size = math.exp(expected), r.restart.logs[1].arguments.get("padded_vocab_size")
-    untrained = (
-        float(x[0]) if at[0] <= 2 * r.every else math.log(size) if isinstance(size, int) else 0.0
-    )
-    if level < 0.85 * untrained and y[0] > 0.93 * untrained:
-        return "weights-not-loaded", 0, level, f"an untrained model's is about {untrained:.4g}"
+    level = math.exp(expected)
+    old = column.values
+    new = column.new
+    size = restart.restart.logs[1].arguments.get("padded_vocab_size")
+    untrained = math.log(size) if isinstance(size, int) else 0.0
+    if column.at[0] <= 2 * restart.every:
+        untrained = float(old[0])
+    if level < 0.85 * untrained and new[0] > 0.93 * untrained:
+        detail = f"an untrained model's is about {untrained:.4g}"
+        return Found("weights-not-loaded", 0, level, detail)
     # only losses that equal those from iteration k on, to the last digit, show k
-    again = [at[i] for i in range(len(x) - 2) if len(y) > 2 and (x[i : i + 3] == y[:3]).all()]
-    if again:
-        return "older-checkpoint", 0, level, f"from iteration {again[-1]:.0f} on"
-    return "loss-level", _first(y, level, moved), level, ""
+    for k in reversed(range(len(old) - 2)):
+        if len(new) > 2 and (old[k : k + 3] == new[:3]).all():
+            return Found("older-checkpoint", 0, level, f"from iteration {column.at[k]:.0f} on")
+    return Found("loss-level", _first(new, level, moved), level)
 
 
-def _gradient(r: Boundary, name: str) -> Found | None:
+def _gradient(restart: Boundary, column: Column) -> Found | None:
     """The gradient norm; one that changes with the loss, or with the batch size, is no finding of
     its own.
     """
-    (_, y), (expected, moved) = r.numbers(name)[1], _moved(r, name, math.log(2))
-    if not moved or r.differs("global_batch_size") or (r.has("lm_loss") and _loss(r, "lm_loss")):
+    expected, moved = _moved(restart, column, math.log(2))
+    if not moved or restart.differs("global_batch_size"):
         return None
-    stays = abs(math.log(np.median(y[len(y) // 2 :])) - expected) > 0.5 * abs(moved)
+    if restart.has("lm_loss") and _loss(restart, restart.column("lm_loss")):
+        return None
+    last_half = column.new[len(column.new) // 2 :]
+    stays = abs(math.log(np.median(last_half)) - expected) > 0.5 * abs(moved)
+    cause = "gradient-scale" if stays else "gradient-level"
     level = math.exp(expected)
-    return "gradient-scale" if stays else "gradient-level", _first(y, level, moved), level, ""
+    return Found(cause, _first(column.new, level, moved), level)
 
 
 def _first(values: np.ndarray, level: float, moved: float) -> int:
@@ -386,22 +452,30 @@ def _first(values: np.ndarray, level: float, moved: float) -> int:
     return int(np.argmax(np.log(values / level) * np.sign(moved) > 0.5 * abs(moved)))
 
 
-RULES: Mapping[str, Callable[[Boundary, str], Found | None]] = {
-    **{"learning_rate": _rate, "consumed_samples": _consumed},
-    **dict.fromkeys(("global_batch_size", "loss_scale", "seq_length"), _kept),
-    **{"lm_loss": _loss, "grad_norm": _gradient},
+RULES: Mapping[str, Callable[[Boundary, Column], Found | None]] = {
+    "learning_rate": _rate,
+    "consumed_samples": _consumed,
+    "global_batch_size": _size,
+    "loss_scale": _scale,
+    "seq_length": _size,
+    "lm_loss": _loss,
+    "grad_norm": _gradient,
 }
 
 
 def _slope(at: np.ndarray, values: np.ndarray) -> float:
     """The slope from the first to the last value; 0.0 for one alone."""
-    return float((values[-1] - values[0]) / (at[-1] - at[0])) if len(at) > 1 else 0.0
+    if len(at) < 2:
+        return 0.0
+    return float((values[-1] - values[0]) / (at[-1] - at[0]))
 
 
-def _numbers(table: DataFrame, name: str) -> Numbers:
-    values = table[name].to_numpy(float) if name in table else np.full(len(table), math.nan)
-    may_be_zero = name in ("learning_rate", "skipped") or name.startswith("consumed")
-    good = (values < 1e18) & (
-        (values > 1e-18) | (may_be_zero & (values == 0))
-    )  # others are damaged; False for NaN
+def _numbers(table: DataFrame, name: str) -> tuple[np.ndarray, np.ndarray]:
+    """The iterations and values of a column that training can have."""
+    if name not in table:
+        return np.empty(0), np.empty(0)
+    values = table[name].to_numpy(float)
+    good = (values > LEAST) & (values < MOST)  # False for NaN
+    if name in ZERO_IS_A_VALUE:
+        good |= values == 0
     return table["iteration"].to_numpy(float)[good], values[good]

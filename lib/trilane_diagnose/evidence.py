@@ -8,13 +8,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from trilane.utils.files import natural
-from trilane.utils.tables import grouped, short
+from trilane.utils.tables import short
 from trilane.utils.validation import require, require_folder
 from trilane.workspace import rank_grid
 from trilane.workspace.place import Known
 from trilane.workspace.rank_grid import Grid
 from trilane_diagnose.flight_recorder import Recording, read_recording
 from trilane_diagnose.stacks import Dump, patterns, read_faults, read_json, read_pyspy
+
+LARGEST_DUMP = 64 << 20  # bytes
+USUAL_GPUS_PER_NODE = 8
+# facts about the run, and the states of a host's processes
+NO_DUMP = re.compile(r"(?:plan|topology|status|env|ds_config|verdict|failures)\.json$|states-")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,67 +41,50 @@ def read_folder(folder: Path, grid: Grid | None = None) -> Evidence:
     is no dump.
 
     Ranks come from names (`rank_12.json`, `12.txt`, `nccl_trace_rank_12`). A file of one node
-    (`trace-node7.out`), or its lines in a file of many, holds its ranks in the order of
-    --local_rank, else of pid; nodes come in the order of --node_rank, else of their names.
-    Subfolders are moments, of which the last counts. `grid` takes precedence over topology.json and
-    plan.json.
+    (`trace-node7.out`) holds its ranks in the order of --local_rank, else of pid; nodes come in the
+    order of --node_rank, else of their names. Subfolders are moments, of which the last counts.
+    `grid` takes precedence over topology.json and plan.json.
     """
     require_folder("folder", folder)
     roots = [folder / "stacks", folder / "ranks"] if (folder / "stacks").is_dir() else [folder]
-    paths = sorted(
-        {p for root in roots for p in root.rglob("*") if p.is_file()}, key=lambda p: natural(str(p))
-    )
+    entries = {path for root in roots for path in root.rglob("*")}
+    paths = sorted(filter(Path.is_file, entries), key=lambda path: natural(str(path)))
     files = _Files()
     for path in paths:
-        # facts about the run, and the states of a host's processes
-        if not re.match(
-            r"(?:plan|topology|status|env|ds_config|verdict|failures)\.json$|states-", path.name
-        ):
+        if not NO_DUMP.match(path.name):
             files.add(path)
     grid, names = files.assign(grid or _grid(folder, paths, files.notes))
-    found = {*files.dumps, *files.recordings, *files.unreadable}
-    none = "; ".join(
-        ["holds no dump (py-spy, faulthandler, Flight Recorder) that can be read", *files.notes[:1]]
-    )
-    require(
-        any(rank < rank_grid.MOST for rank in {*files.dumps, *files.recordings}),
-        "folder",
-        folder,
-        none,
-    )
+    readable = {*files.dumps, *files.recordings}
+    rule = "holds no dump (py-spy, faulthandler, Flight Recorder) that can be read"
+    rule = "; ".join([rule, *files.notes[:1]])
+    require(any(rank < rank_grid.MOST for rank in readable), "folder", folder, rule)
+    ranks = readable | files.unreadable
     if grid is None:
-        members = {
-            rank
-            for one in files.recordings.values()
-            for ranks in one.members.values()
-            for rank in ranks
-        }
-        grid = rank_grid.unknown(
-            {r for r in found if r < rank_grid.MOST} | members, files.width or 8, names, files.order
-        )
+        members = {rank for rank in ranks if rank < rank_grid.MOST}
+        for recording in files.recordings.values():
+            members.update(*recording.members.values())
+        width = files.width or USUAL_GPUS_PER_NODE
+        grid = rank_grid.unknown(members, width, names, files.order)
         files.notes.append("no topology file: tp, pp and dp are unknown (give --tp, --pp, --dp)")
-    if outside := found - {*grid.ranks}:
-        files.notes.append(
-            f"ranks {sorted(outside)[:5]} lie outside tp x pp x dp = {len(grid.ranks)}: ignored"
-        )
-    # The last dump with frames counts.
-    series = {
-        r: sorted(dumps, key=lambda d: bool(d.frames))
-        for r, dumps in files.dumps.items()
-        if r in grid
-    }
+    outside = sorted(ranks - {*grid.ranks})
+    if outside:
+        size = len(grid.ranks)
+        files.notes.append(f"ranks {outside[:5]} lie outside tp x pp x dp = {size}: ignored")
+    last: dict[int, Dump] = {}
+    earlier: dict[int, Dump] = {}
+    for rank, dumps in files.dumps.items():
+        if rank not in grid:
+            continue
+        in_order = sorted(dumps, key=lambda dump: bool(dump.frames))  # the last with frames counts
+        last[rank] = in_order[-1]
+        if len(in_order) > 1 and not in_order[-2].error:
+            earlier[rank] = in_order[-2]
     return Evidence(
         grid=grid,
-        dumps={rank: dumps[-1] for rank, dumps in series.items()},
-        earlier={
-            rank: dumps[-2]
-            for rank, dumps in series.items()
-            if len(dumps) > 1 and not dumps[-2].error
-        },
-        recordings={
-            rank: recording for rank, recording in files.recordings.items() if rank in grid
-        },
-        unreadable=files.unreadable - series.keys(),
+        dumps=last,
+        earlier=earlier,
+        recordings={rank: own for rank, own in files.recordings.items() if rank in grid},
+        unreadable=files.unreadable - last.keys(),
         notes=tuple(files.notes),
     )
 
@@ -119,61 +107,59 @@ class _Files:
         """Read one file."""
         rank = _rank_of(path)
         try:
-            found = read_file(path)
+            content = read_file(path)
         except (ValueError, OSError) as error:
             self.notes.append(f"{path.name}: {short(str(error))}")
-            self.unreadable |= set() if rank is None else {rank}
+            if rank is not None:
+                self.unreadable.add(rank)
             return
-        if isinstance(found, Recording):
-            self.notes += [f"{path.name}: the name holds no rank; ignored"] if rank is None else []
-            self.recordings |= {} if rank is None else {rank: found}
-            return
-        if rank is not None and len(found) == 1:
-            (dumps,) = found.values()
-            self.dumps[rank].append(next(filter(is_trainer, dumps), dumps[0]))
-        elif "" not in found and all(
-            host.isdigit() and len(dumps) == 1 for host, dumps in found.items()
-        ):
-            for host, dumps in found.items():  # `srun --label` with a task for each rank
-                self.dumps[int(host)] += dumps
-        else:
-            name = re.sub(r"^(?:trace|stacks?|dump|py-?spy)[-_.]", "", path.name).rsplit(".", 1)[0]
-            self.nodes |= {(path, host or name): dumps for host, dumps in found.items()}
+        if isinstance(content, Recording):
+            if rank is None:
+                self.notes.append(f"{path.name}: the name holds no rank; ignored")
+            else:
+                self.recordings[rank] = content
+        elif content and rank is not None:
+            self.dumps[rank].append(next(filter(is_trainer, content), content[0]))
+        elif content:
+            host = re.sub(r"^(?:trace|stacks?|dump|py-?spy)[-_.]", "", path.name)
+            self.nodes[path, host.rsplit(".", 1)[0]] = content
 
     def assign(self, grid: Grid | None) -> tuple[Grid | None, list[str]]:
         """Give the processes of nodes their ranks; the grid with the nodes' names, and these."""
-        numbers = dict[str, int]()
+        numbers: dict[str, int] = {}
         for (_, host), dumps in self.nodes.items():
-            found = (
-                _number(r"--(?:node|machine)[-_]rank[= ](\d{1,6})\b", dump.command)
-                for dump in dumps
-            )
-            numbers.update((host, number) for number in found if number is not None)
+            for dump in dumps:
+                number = _number(r"--(?:node|machine)[-_]rank[= ](\d{1,6})\b", dump.command)
+                if number is not None:
+                    numbers[host] = number
         hosts = sorted({host for _, host in self.nodes}, key=natural)
-        self.order = (
-            Known.MAP if len(hosts) < 2 or len({*numbers.values()}) == len(hosts) else Known.ASSUMED
-        )
         if len({*numbers.values()}) == len(hosts):
             hosts.sort(key=numbers.__getitem__)
-        elif len(hosts) > 1 and not (grid and any(place.named for place in grid.places)):
-            self.notes.append("nodes are in the order of their names: no --node_rank is shown")
+        elif len(hosts) > 1:
+            self.order = Known.ASSUMED
+            if not (grid and any(place.named for place in grid.places)):
+                self.notes.append("nodes are in the order of their names: no --node_rank is shown")
         trainers = {key: [*filter(is_trainer, dumps)] for key, dumps in self.nodes.items()}
         self.width = max(map(len, trainers.values()), default=0)
-        names = (
-            [] if all(host.isdigit() for host in hosts) else hosts
-        )  # srun --label: numbers, and no names
-        grid = rank_grid.with_hosts(grid, names, self.width, self.order) if grid else None
-        wide = len(next(iter(grid.nodes.values()))) if grid else self.width
-        on = {p.node: sorted(grid.nodes[p.node]) for p in grid.places if p.named} if grid else {}
+        # numbers are no names
+        names = [] if all(host.isdigit() for host in hosts) else hosts
+        ranks_of: dict[str, list[int]] = {}
+        width = self.width
+        if grid:
+            grid = rank_grid.with_hosts(grid, names, self.width, self.order)
+            width = len(next(iter(grid.nodes.values())))
+            named = {place.node for place in grid.places if place.named}
+            ranks_of = {node: sorted(ranks) for node, ranks in grid.nodes.items() if node in named}
         for (_, host), dumps in trainers.items():
-            ranks = on.get(host) or range(hosts.index(host) * wide, (hosts.index(host) + 1) * wide)
-            for place, dump in enumerate(sorted(dumps, key=lambda d: d.pid)):
+            first = hosts.index(host) * width
+            ranks = ranks_of.get(host) or range(first, first + width)
+            for place, dump in enumerate(sorted(dumps, key=lambda dump: dump.pid)):
                 local = _number(r"--local[-_]rank[= ](\d{1,6})\b", dump.command)
                 if local is None:
-                    self.notes.append(
-                        "ranks of a node are in the order of their process ids: no --local_rank is shown"
-                    )
-                if (local := place if local is None else local) < len(ranks):
+                    local = place
+                    order = "ranks of a node are in the order of their process ids"
+                    self.notes.append(f"{order}: no --local_rank is shown")
+                if local < len(ranks):
                     self.dumps[ranks[local]].append(dump)
         self.notes = [*dict.fromkeys(self.notes)]
         return grid, names
@@ -181,12 +167,13 @@ class _Files:
 
 def _rank_of(path: Path) -> int | None:
     """The rank in a file's name; None for a file of a whole node."""
-    if path.name.startswith(
-        "trace-"
-    ):  # `srun --output=trace-%N.out`: the end of a host's name is no rank
+    # `srun --output=trace-%N.out`: the end of a host's name is no rank
+    if path.name.startswith("trace-"):
         return None
     rank = _number(r"(?i)(?:^|[^a-zA-Z])rank[_\-. ]?(\d+)", path.name)
-    return _number(r"^(?:.*[_\-.])?(\d+)$", path.name.split(".")[0]) if rank is None else rank
+    if rank is None:
+        rank = _number(r"^(?:.*[_\-.])?(\d+)$", path.name.split(".")[0])
+    return rank
 
 
 def _number(pattern: str, text: str) -> int | None:
@@ -198,90 +185,47 @@ def is_trainer(dump: Dump) -> bool:
     """Whether the process trains, and is not a launcher or a worker of a data loader or a
     checkpoint.
     """
+    if patterns("commands")["launcher"].search(dump.command):
+        return False
     # a worker is forked: its stack holds its parent's, too
-    helper, launcher = patterns("functions")["not_training"], patterns("commands")["launcher"]
-    return not launcher.search(dump.command) and not any(
-        helper.fullmatch(f.function) for f in dump.frames
-    )
+    helper = patterns("functions")["not_training"]
+    return not any(helper.fullmatch(frame.function) for frame in dump.frames)
 
 
-def read_file(path: Path) -> dict[str, list[Dump]] | Recording:
-    """The recording in a file, or its dumps by host ("": none named). ValueError for a damaged
-    dump.
-    """
-    require(path.stat().st_size <= 64 << 20, "file", path.name, "larger than any dump")
+def read_file(path: Path) -> list[Dump] | Recording:
+    """The recording in a file, or its dumps; none in another file. ValueError for a damaged dump."""
+    require(path.stat().st_size <= LARGEST_DUMP, "file", path.name, "larger than any dump")
     data = path.read_bytes()
-    head = data.lstrip()[:1]
-    if data[:1] == b"\x80" or (head == b"{" and (b'"entries"' in data or b'"pg_config"' in data)):
+    is_json = data.lstrip()[:1] == b"{" and (b'"entries"' in data or b'"pg_config"' in data)
+    if is_json or data[:1] == b"\x80":  # a pickle
         return read_recording(data)
     text = data.decode("utf-8", "replace")
-    found = {
-        host: dumps
-        for host, own in texts_by_host(text).items()
-        if (dumps := _dumps(own, path.suffix))
-    }
-    is_dump = path.suffix != ".log" and ("rank" in path.name or '"owns_gil"' in text)
-    require(
-        bool(found) or not is_dump,
-        "file",
-        path.name,
-        "empty, truncated or not a dump that can be read",
-    )
-    return found
-
-
-def _dumps(text: str, suffix: str) -> list[Dump]:
-    """The dumps in the text of one host, faulthandler's or py-spy's; none where nothing is known of
-    any process.
-    """
-    dumps = (
-        [read_faults(text)]
-        if "most recent call first" in text
-        else read_json(text) or read_pyspy(text)
-    )
+    if "most recent call first" in text:
+        dumps = [read_faults(text)]
+    else:
+        dumps = read_json(text) or read_pyspy(text)
+    is_log = path.suffix == ".log"
     # an error in a log is not py-spy's
-    return dumps if any(dump.frames or (dump.error and suffix != ".log") for dump in dumps) else []
-
-
-def texts_by_host(text: str) -> dict[str, str]:
-    """The text of each host in that of many; {"": text} where no line names one.
-
-    pdsh, ds_ssh and clush write `node1: ` before each line, `srun --label` ` 3: `. Other lines are
-    left out. ValueError for the headings of dshbak, which are no names before lines.
-    """
-    begin = (
-        r"(?:Process \d{1,9}: |(?:Current thread|Thread) (?:0x)?[0-9a-fA-F]{1,16} [(\[]|Timeout \()"
-    )
-    if not re.search(begin, text):  # a log, which may be long
-        return {"": text}
-    require(
-        not re.search(r"(?m)^-{8,}$", text),
-        "heading",
-        "---",
-        "give pdsh's lines as they are, without dshbak",
-    )
-    found = grouped(
-        re.findall(r"(?m)^ {0,8}([\w.-]{1,80}):(?: (.*)|)$", text), lambda line: line[0]
-    )
-    texts = {host: "\n".join(line for _, line in lines) for host, lines in found.items()}
-    ends = "\n" * text.endswith("\n")
-    return {host: own + ends for host, own in texts.items() if re.search(f"(?m)^{begin}", own)} or {
-        "": text
-    }
+    if any(dump.frames or (dump.error and not is_log) for dump in dumps):
+        rule = "holds headings of dshbak; write a file for each host"
+        require(not re.search(r"(?m)^-{8,}$", text), "file", path.name, rule)
+        return dumps
+    is_dump = not is_log and ("rank" in path.name or '"owns_gil"' in text)
+    rule = "empty, truncated or not a dump that can be read"
+    require(not is_dump, "file", path.name, rule)
+    return []
 
 
 def _grid(folder: Path, paths: list[Path], notes: list[str]) -> Grid | None:
     """The grid by the last topology.json, else by that or plan.json here or up to two folders
     above.
     """
-    listed = [p for p in paths if p.name == "topology.json"][::-1]
-    above = [
-        f / name
-        for f in [folder, *folder.resolve().parents][:3]
-        for name in ("topology.json", "plan.json")
-    ]
-    for path in filter(Path.is_file, [*listed, *above]):
-        if (grid := rank_grid.read(path)) is not None:
+    candidates = [path for path in paths if path.name == "topology.json"][::-1]
+    for parent in [folder, *folder.resolve().parents][:3]:
+        candidates += [parent / "topology.json", parent / "plan.json"]
+    for path in filter(Path.is_file, candidates):
+        grid = rank_grid.read(path)
+        if grid is not None:
             return grid
         notes.append(f"{path.name}: holds no topology, or is damaged; ignored")
     return None

@@ -18,6 +18,12 @@ from trilane.utils.validation import require
 from trilane.workspace.rank_grid import MOST
 from trilane_diagnose.stacks import DAMAGED, patterns
 
+MOST_CALLS = 100_000  # that are read: torch keeps 2,000 by default
+# Operations in which each rank may have sizes of its own, all_gather and reduce_scatter those on
+# lists:
+# https://github.com/pytorch/pytorch/blob/main/torch/distributed/flight_recorder/components/types.py
+OWN_SIZES = re.compile(r"all_to_all\w*|all_gather(?:_v)?|reduce_scatter(?:_v)?|gather|scatter")
+
 
 def refused(reader: Any) -> NoReturn:
     """Raise ValueError for what runs code when it is read, or reserves as much memory as the file
@@ -72,13 +78,11 @@ class Call:
         """The other end of a send or a receive, which names group members by their index in the
         group.
         """
-        match = re.search(r"recv \d+<-(\d+)|send \d+->(\d+)", self.op)
-        number = int(match[1] or match[2]) if match else None
-        return (
-            sorted(self.ranks)[number]
-            if number is not None and number < len(self.ranks)
-            else number
-        )
+        match = re.search(r"(?:recv \d+<-|send \d+->)(\d+)", self.op)
+        if not match:
+            return None
+        number = int(match[1])
+        return sorted(self.ranks)[number] if number < len(self.ranks) else number
 
     @property
     def number(self) -> tuple[str, bool, int]:
@@ -119,35 +123,34 @@ def read_recording(data: bytes) -> Recording:
     stacks, timings.
     """
     try:
-        values = json.loads(data) if data.lstrip()[:1] == b"{" else Plain(io.BytesIO(data)).load()
-        # torch keeps 2,000 entries by default, and may dump those alone that have not ended: of
-        # none JSON has no list
-        entries = (values.get("entries", []) if "pg_config" in values else values["entries"])[
-            -100_000:
-        ]
-        # torch names the default group "" in pg_config and "0" in the entries of gloo
-        config = {
-            _word(name): _ranks(group.get("ranks"))
-            for name, group in (values.get("pg_config") or {}).items()
-        }
-        members = {"0": config[""], **config} if "" in config else config
-        calls = _in_order([_call(entry, members) for entry in entries])
-        entered = dict.fromkeys((call.group for call in calls), 0)
-        for entry, call in zip(entries, calls, strict=True):
-            # a send or a receive has the number of the collective before it, too
-            number = entry.get("collective_seq_id", 0) if call.p2p else call.sequence
-            entered[call.group] = max(entered[call.group], _whole(number))
-        counts = [
-            status["last_enqueued_collective"]
-            for status in (values.get("pg_status") or {}).values()
-        ]
-        # torch may dump the calls alone that have not ended: of none there is no entry, but a
-        # count, text in JSON
-        has_lost = bool(
-            entries[0].get("record_id") if entries else any(int(count) > 0 for count in counts)
-        )
+        is_json = data.lstrip()[:1] == b"{"
+        return _recording(json.loads(data) if is_json else Plain(io.BytesIO(data)).load())
     except (*DAMAGED, pickle.PickleError, StructError) as error:
         raise ValueError(f"no Flight Recorder dump, or truncated ({short(str(error))})") from None
+
+
+def _recording(values: Any) -> Recording:
+    # torch may dump the calls alone that have not ended: of none JSON has no list
+    entries = values.get("entries", []) if "pg_config" in values else values["entries"]
+    entries = entries[-MOST_CALLS:]
+    config = values.get("pg_config") or {}
+    members = {_word(name): _ranks(group.get("ranks")) for name, group in config.items()}
+    if "" in members:
+        # torch names the default group "" in pg_config and "0" in the entries of gloo
+        members.setdefault("0", members[""])
+    calls = _in_order([_call(entry, members) for entry in entries])
+    entered = {call.group: 0 for call in calls}
+    for entry, call in zip(entries, calls, strict=True):
+        number = call.sequence
+        if call.p2p:  # it has the number of the collective before it, too
+            number = _whole(entry.get("collective_seq_id", 0))
+        entered[call.group] = max(entered[call.group], number)
+    has_lost = False
+    if entries:
+        has_lost = bool(entries[0].get("record_id"))
+    for status in (values.get("pg_status") or {}).values():
+        # of no call there is no entry, but a count, text in JSON
+        has_lost |= not entries and int(status["last_enqueued_collective"]) > 0
     return Recording(calls=calls, entered=entered, members=members, has_lost=has_lost)
 
 
@@ -158,70 +161,57 @@ def _in_order(calls: list[Call]) -> tuple[Call, ...]:
     # Of a batch (batch_isend_irecv) only the entry `nccl:coalesced` that closes it is timed, the
     # others stay "scheduled" (torch/distributed/flight_recorder/components/utils.py,
     # find_coalesced_group).
-    done, found = set[str](), list[Call]()
+    finished = set[str]()
+    backwards = []
     for call in reversed(calls):
-        found.append(
-            replace(call, done=call.done or (call.state == "scheduled" and call.group in done))
-        )
-        done |= (
-            {call.group} if call.state == "completed" else set()
-        )  # gloo, which keeps no order, never reports that
-    return tuple(reversed(found))
+        is_passed = call.state == "scheduled" and call.group in finished
+        backwards.append(replace(call, done=call.done or is_passed))
+        if call.state == "completed":  # gloo, which keeps no order, never reports that
+            finished.add(call.group)
+    return tuple(reversed(backwards))
 
 
 def _call(entry: dict[str, Any], members: Mapping[str, tuple[int, ...]]) -> Call:
-    group, desc = [*map(_word, entry["process_group"][:2]), ""][:2]
-    p2p, state, name = (
-        bool(entry.get("is_p2p")),
-        _word(entry.get("state", "")),
-        _word(entry["profiling_name"]),
-    )
+    names = [_word(name) for name in entry["process_group"][:2]]
+    group = names[0]
+    p2p = bool(entry.get("is_p2p"))
+    state = _word(entry.get("state", ""))
+    name = _word(entry["profiling_name"])
     op = name.partition(":")[2] or name
-    rooted = bool(patterns("functions")["rooted"].fullmatch(op.removesuffix("_oop").lstrip("_")))
-    kind = [op, ", ".join(sorted({_word(name) for name in entry.get("input_dtypes", ())[:64]}))]
-    # Operations in which each rank may have sizes of its own, all_gather and reduce_scatter those
-    # on lists:
-    # https://github.com/pytorch/pytorch/blob/main/torch/distributed/flight_recorder/components/types.py
-    if not re.fullmatch(
-        r"all_to_all\w*|all_gather(?:_v)?|reduce_scatter(?:_v)?|gather|scatter", op
-    ):
-        kind += [
-            _sizes(entry.get("input_sizes", ())),
-            _sizes(entry.get("output_sizes", ())) if not rooted else "",
-        ]
+    types = sorted({_word(kind) for kind in entry.get("input_dtypes", ())[:64]})
+    kind = [op, ", ".join(types)]
+    if not OWN_SIZES.fullmatch(op):
+        kind.append(_sizes(entry.get("input_sizes", ())))
+        root_call = op.removesuffix("_oop").lstrip("_")
+        if patterns("functions")["rooted"].fullmatch(root_call):
+            kind.append("")
+        else:
+            kind.append(_sizes(entry.get("output_sizes", ())))
+    number = entry.get("p2p_seq_id" if p2p else "collective_seq_id", entry.get("seq_id", 0))
+    # NCCL reports "completed", and retires what timed out; gloo only retires the entry
+    is_retired = bool(entry.get("retired")) and state != "started" and not name.startswith("nccl:")
     return Call(
         group=group,
-        desc=desc,
+        desc=names[1] if len(names) > 1 else "",
         ranks=members.get(group, ()),
-        sequence=_whole(
-            entry.get("p2p_seq_id" if p2p else "collective_seq_id", entry.get("seq_id", 0)) or 0
-        ),
+        sequence=_whole(number or 0),
         p2p=p2p,
         op=op,
         kind=tuple(kind),
         state=state,
-        # NCCL reports "completed", and retires what timed out; gloo only retires the entry
-        done=state == "completed"
-        or (bool(entry.get("retired")) and state != "started" and not name.startswith("nccl:")),
+        done=state == "completed" or is_retired,
     )
 
 
 def _word(value: Any) -> str:
     require(type(value) in (str, int), "dump", type(value).__name__, "a name is text")
-    return (
-        short(value)
-        if isinstance(value, str) and (len(value) > 100 or not value.isprintable())
-        else str(value)
-    )
+    text = str(value)
+    return text if len(text) <= 100 and text.isprintable() else short(text)
 
 
 def _whole(value: Any) -> int:
-    require(
-        type(value) is int and abs(value) < 1 << 63,
-        "dump",
-        type(value).__name__,
-        "a number is whole",
-    )
+    is_whole = type(value) is int and abs(value) < 1 << 63
+    require(is_whole, "dump", type(value).__name__, "a number is whole")
     return int(value)
 
 
@@ -232,12 +222,9 @@ def _sizes(value: Any) -> str:
 
 def _ranks(value: Any) -> tuple[int, ...]:
     """The ranks of a group, which torch writes as text "[0, 1]", other tools as a list."""
-    value = json.loads(value) if isinstance(value, str) and value else value or ()
-    ranks = tuple(value[:MOST]) if isinstance(value, list | tuple) else (-1,)
-    require(
-        all(type(rank) is int and 0 <= rank < MOST for rank in ranks),
-        "dump",
-        "ranks",
-        "a group's are damaged",
-    )
+    values = json.loads(value) if isinstance(value, str) and value else value or ()
+    is_list = isinstance(values, list | tuple)
+    ranks = tuple(values[:MOST]) if is_list else ()
+    is_sound = is_list and all(type(rank) is int and 0 <= rank < MOST for rank in ranks)
+    require(is_sound, "dump", "ranks", "a group's are damaged")
     return ranks

@@ -4,12 +4,13 @@ tables.
 
 import json
 import tempfile
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from trilane.utils.numbers import ranges
-from trilane.utils.tables import Columns, DataFrame, Record, Table, Text, as_json, grouped
+from trilane.utils.tables import DataFrame, Record, Table, as_json, grouped
 from trilane.utils.validation import shipped_json
 from trilane.workspace.place import Known
 from trilane.workspace.rank_grid import Grid
@@ -17,6 +18,13 @@ from trilane.workspace.study import Study
 from trilane_diagnose.evidence import Evidence, read_folder
 from trilane_diagnose.suspects import OPEN, WHICH, Suspects, find_suspects
 from trilane_diagnose.waits import Conditions, conditions
+
+SHOWN_FRAMES = 6
+SHOWN_NODES = 4
+SHOWN_REASONS = 4
+# of the frames that start every program
+STARTS = ("run_module (", "<module> (", "_bootstrap")
+EXAMPLE = "Nothing hangs in this study. Shown is an example, made up from the BLOOM chronicles."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,14 +46,14 @@ class Group(Record):
         """The stack in one line, innermost frame first, without the frames that start every
         program.
         """
-        top = ("run_module (", "<module> (", "_bootstrap")
-        return " < ".join([f for f in self.frames if not f.startswith(top)][:6] or self.frames[:6])
+        own = [frame for frame in self.frames if not frame.startswith(STARTS)]
+        return " < ".join((own or self.frames)[:SHOWN_FRAMES])
 
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict(Table):
-    """The cause of a hang, from a folder of dumps; as a table the groups of equal stacks, the
-    largest first.
+    """The cause of a hang, from a folder of dumps, with its groups of equal stacks, the largest
+    first.
 
     `reasons` are by suspect, strongest evidence first; `exclude` is sbatch's option to leave out
     their `nodes`, "" where it cannot help or names are unknown; `edges` is who waits for whom;
@@ -71,7 +79,9 @@ class Verdict(Table):
     @property
     def first(self) -> int | None:
         """The first suspect; None where there is none, or several of which any may be wrong."""
-        return next((rank for rank, text in [*self.reasons.items()][:1] if WHICH not in text), None)
+        for rank, reason in self.reasons.items():
+            return None if WHICH in reason else rank
+        return None
 
     def to_frame(self) -> DataFrame:
         """A row per rank: tp, pp, dp, node, step and phase of its last heartbeat (NaN and "" where
@@ -80,78 +90,51 @@ class Verdict(Table):
         """
         import pandas as pd
 
-        rows = [
-            {
-                **vars(self.grid[rank]),
-                "group": n,
-                "state": g.state,
-                "over": g.axis,
-                "stack": g.stack,
-            }
-            | {"suspect": rank in self.reasons, "reason": self.reasons.get(rank, "")}
-            for n, g in enumerate(self.groups)
-            for rank in g.ranks
-        ]
-        table = (
-            pd.DataFrame(rows)
-            .drop(columns=["local", "tasks", "gpu", "rank_known", "node_known"])
-            .sort_values("rank", ignore_index=True)
-        )
+        names = ("rank", "tp", "pp", "dp", "node", "step", "phase")
+        rows = []
+        for number, group in enumerate(self.groups):
+            does = {"state": group.state, "over": group.axis, "stack": group.stack}
+            for rank in group.ranks:
+                row = {name: getattr(self.grid[rank], name) for name in names}
+                reason = self.reasons.get(rank, "")
+                suspect = {"suspect": rank in self.reasons, "reason": reason}
+                rows.append(row | {"group": number} | does | suspect)
+        table = pd.DataFrame(rows).sort_values("rank", ignore_index=True)
         return table.assign(step=table["step"].where(table["step"] >= 0))
 
-    def view(self) -> DataFrame:
-        """A row per group: its ranks, how many, their state, the group axis that they wait over,
-        and the stack.
-        """
-        names = ["ranks", "how many", "state", "over", "stack, innermost first"]
-        rows = [(ranges(g.ranks), len(g.ranks), g.state, g.axis, g.stack) for g in self.groups]
-        return Columns.of_rows(names, rows).view()
-
-    def suspect_table(self) -> Columns:
-        """A row per suspect, strongest evidence first: rank, coordinates, node, reason."""
-        places = [self.grid[rank] for rank in self.reasons]
-        rows = [(p.rank, f"{p.tp}, {p.pp}, {p.dp}", p.node, self.reasons[p.rank]) for p in places]
-        return Columns.of_rows(["rank", "tp, pp, dp", "node", "reason"], rows)
-
-    def summary(self) -> Text:
-        """The dumps, the verdict in one line, the option for the next submission, and the notes, as
-        Markdown.
-        """
-        example = Text(
-            "**Nothing hangs in this study.** Shown is an example, made up from the BLOOM chronicles"
-        )
-        counts = len(self.grid.ranks), len(self.groups)
-        lead = Text.of(
-            "{}: {} ranks, {} stacks.", example if self.example else self.folder.name, *counts
-        )
-        option = [f"For the next submission: sbatch {self.exclude} job.sbatch"] * bool(self.exclude)
-        return Text.joined("\n\n- ", [lead, self.paragraph, *option, *self.notes])
-
-    def to_text(self) -> str:
-        """The verdict for a terminal: one line, the groups of equal stacks, the notes."""
-        lines = [self.paragraph, "stacks, innermost first (! suspects):"]
+    def summary(self) -> str:
+        """The verdict, the option for the next submission, the groups of equal stacks, the notes."""
+        lines = [EXAMPLE] if self.example else []
+        lines.append(self.paragraph)
+        if self.exclude:
+            lines.append(f"for the next submission: sbatch {self.exclude} job.sbatch")
+        lines.append("stacks, innermost first (! suspects):")
         for group in self.groups:
             mark = "!" if {*group.ranks} & {*self.reasons} else " "
             lines.append(f"{mark}{len(group.ranks):5d}  ranks {ranges(group.ranks)}: {group.where}")
-            lines += [f"          {group.stack}"] if group.frames else []
-        return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
+            if group.frames:
+                lines.append(f"          {group.stack}")
+        lines += [f"note: {note}" for note in self.notes]
+        return "\n".join(lines)
 
     def to_json(self) -> dict[str, Any]:
-        groups: list[dict[str, Any]] = as_json(self.groups)
-        waits = [
-            {name: group[name] for name in ("ranks", "op", "axis", "site")} for group in groups
-        ]
-        for group in waits:
-            group["for"] = sorted(
-                {target for rank in group["ranks"] for target in self.edges.get(rank, ())}
-            )
-        named = {"suspects": self.suspects, "nodes": self.nodes, "exclude": self.exclude}
-        texts = {"verdict": self.paragraph, "reasons": self.reasons, "notes": self.notes}
-        return {
-            "groups": groups,
-            "waiting_for": [w for w in waits if w["for"]],
-            **as_json(named | texts),
+        waiting_for = []
+        for group in self.groups:
+            targets: set[int] = set().union(*(self.edges.get(rank, ()) for rank in group.ranks))
+            if targets:
+                wait = {name: getattr(group, name) for name in ("ranks", "op", "axis", "site")}
+                waiting_for.append(wait | {"for": sorted(targets)})
+        values = {
+            "groups": self.groups,
+            "waiting_for": waiting_for,
+            "suspects": self.suspects,
+            "nodes": self.nodes,
+            "exclude": self.exclude,
+            "verdict": self.paragraph,
+            "reasons": self.reasons,
+            "notes": self.notes,
         }
+        return as_json(values)
 
 
 def diagnose_hang(folder: Path, grid: Grid | None = None) -> Verdict:
@@ -166,26 +149,35 @@ def diagnose_hang(folder: Path, grid: Grid | None = None) -> Verdict:
     suspects = find_suspects(evidence, found)
     places = [evidence.grid[rank] for rank in suspects.reasons]
     nodes = tuple(dict.fromkeys(place.node for place in places))
-    # A rank without a dump may not have been dumped; all nodes cannot be left out. Where the order
-    # of nodes is assumed, so is who waits for whom: then a node is named by a stack that it printed
-    # and that shows the fault alone.
-    own = {rank for rank in evidence.dumps if found[rank].on_host}
-    known = all(p.named and (p.node_known >= Known.MAP or p.rank in own) for p in places)
-    known &= all(found[place.rank].kind != "silent" for place in places)
-    sure = not any(OPEN in text for text in suspects.reasons.values())
+    exclude = ""
+    # all nodes cannot be left out
+    if _are_sure(evidence, found, suspects) and 0 < len(nodes) < len(evidence.grid.nodes):
+        exclude = f"--exclude={','.join(nodes)}"
     return Verdict(
         folder=folder,
         grid=evidence.grid,
         groups=tuple(_groups(found, suspects)),
         reasons=suspects.reasons,
         nodes=nodes,
-        exclude=f"--exclude={','.join(nodes)}"
-        if known and sure and 0 < len(nodes) < len(evidence.grid.nodes)
-        else "",
+        exclude=exclude,
         paragraph=_paragraph(evidence, found, suspects),
         notes=(*evidence.notes, *_notes(found)),
         edges=suspects.edges,
     )
+
+
+def _are_sure(evidence: Evidence, found: Conditions, suspects: Suspects) -> bool:
+    """Whether each suspect's fault is shown, and its node known."""
+    for rank, reason in suspects.reasons.items():
+        place = evidence.grid[rank]
+        # Where the order of nodes is assumed, so is who waits for whom: then a node is named by a
+        # stack that it printed and that shows the fault alone.
+        is_own = rank in evidence.dumps and found[rank].on_host
+        is_known = place.named and (place.node_known >= Known.MAP or is_own)
+        # a rank without a dump may not have been dumped
+        if not is_known or found[rank].kind == "silent" or OPEN in reason:
+            return False
+    return True
 
 
 def study_hang(study: Study, dumps: str = "") -> Verdict:
@@ -194,19 +186,20 @@ def study_hang(study: Study, dumps: str = "") -> Verdict:
 
     Raises ValueError where `dumps` holds no dump: `study_hang(Study.open("demo"), "stacks")`.
     """
+    if dumps:
+        return diagnose_hang(Path(dumps))
     hung = [folder for folder in study.run_folders() if list((folder / "stacks").glob("*/rank_*"))]
-    if dumps or hung:
-        return diagnose_hang(Path(dumps) if dumps else hung[-1])
+    if hung:
+        return diagnose_hang(hung[-1])
     example = shipped_json("examples/hang")
-    stacks = {
-        rank: stack["frames"]
-        for stack in example["stacks"].values()
-        for rank in stack.get("ranks", ())
-    }
     sizes = example["topology"]
+    stacks = example["stacks"]
+    done = stacks["done"]["frames"]
+    frames_of = dict.fromkeys(range(sizes["tp"] * sizes["pp"] * sizes["dp"]), done)
+    for stack in stacks.values():
+        frames_of |= dict.fromkeys(stack.get("ranks", ()), stack["frames"])
     with tempfile.TemporaryDirectory() as folder:
-        for rank in range(sizes["tp"] * sizes["pp"] * sizes["dp"]):
-            frames = stacks.get(rank, example["stacks"]["done"]["frames"])
+        for rank, frames in frames_of.items():
             lines = [f'Thread {rank} (active): "MainThread"', *(f"    {frame}" for frame in frames)]
             Path(folder, f"rank_{rank}.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
         Path(folder, "topology.json").write_text(json.dumps(sizes) + "\n", encoding="utf-8")
@@ -215,48 +208,59 @@ def study_hang(study: Study, dumps: str = "") -> Verdict:
 
 def _groups(found: Conditions, suspects: Suspects) -> list[Group]:
     groups = []
-    for (state, key, _), ranks in _alike(found, [*found]).items():
-        c, axis = found[ranks[0]], suspects.axes.get(ranks[0], "")
-        place = {"op": c.wait.op if c.wait else "", "axis": axis, "state": state, "where": c.text}
-        site = str(c.wait.site if c.wait else c.frames[0] if key else "")
-        groups.append(
-            Group(ranks=tuple(ranks), **place, site=site, frames=tuple(map(str, c.frames)))
+    for ranks in _alike(found, found):
+        condition = found[ranks[0]]
+        site = str(condition.frames[0]) if condition.frames else ""
+        if condition.wait:
+            site = str(condition.wait.site)
+        group = Group(
+            ranks=tuple(ranks),
+            op=condition.wait.op if condition.wait else "",
+            axis=suspects.axes.get(ranks[0], ""),
+            site=site,
+            state=condition.kind,
+            where=condition.text,
+            frames=tuple(map(str, condition.frames)),
         )
-    return sorted(groups, key=lambda g: (-len(g.ranks), g.ranks))
+        groups.append(group)
+    return sorted(groups, key=lambda group: (-len(group.ranks), group.ranks))
 
 
-def _alike(found: Conditions, ranks: list[int]) -> dict[Any, list[int]]:
+def _alike(found: Conditions, ranks: Iterable[int]) -> list[list[int]]:
     """Ranks by their kind and stack, or by what they do where there is none."""
-    return grouped(
-        sorted(ranks),
-        lambda r: (found[r].kind, found[r].key, "" if found[r].frames else found[r].text),
-    )
+
+    def key(rank: int) -> tuple[object, ...]:
+        condition = found[rank]
+        return condition.kind, condition.key or condition.text
+
+    return list(grouped(sorted(ranks), key).values())
 
 
 def _paragraph(evidence: Evidence, found: Conditions, suspects: Suspects) -> str:
     """The verdict in one line: the suspects and the reasons, or why there are none, and where most
     others wait.
     """
-    reasons = [*grouped(suspects.reasons, suspects.reasons.__getitem__).items()][:4]
-    lines = [f"{_places(evidence.grid, ranks)}: {text}" for text, ranks in reasons]
-    lines = lines or [
-        f"which rank is at fault {OPEN} from these dumps; Flight Recorder dumps show more"
-    ]
-    waiting = _alike(
-        found, [r for r, c in found.items() if c.wait and r not in suspects.reasons]
-    ).values()
-    most = max(waiting, key=len, default=[])
-    return "; ".join(
-        [*lines, *(f"{len(most)} of {len(found)} ranks wait {found[r].wait}" for r in most[:1])]
-    )
+    parts = []
+    for reason, ranks in grouped(suspects.reasons, suspects.reasons.__getitem__).items():
+        parts.append(f"{_places(evidence.grid, ranks)}: {reason}")
+    parts = parts[:SHOWN_REASONS]
+    if not parts:
+        line = f"which rank is at fault {OPEN} from these dumps"
+        parts.append(f"{line}; Flight Recorder dumps show more")
+    others = [r for r, own in found.items() if own.wait and r not in suspects.reasons]
+    if others:
+        most = max(_alike(found, others), key=len)
+        wait = found[most[0]].wait
+        parts.append(f"{len(most)} of {len(found)} ranks wait {wait}")
+    return "; ".join(parts)
 
 
 def _notes(found: Conditions) -> list[str]:
     """Notes on ranks without a dump (whether that counts against them), and on ranks that moved."""
-    kinds = grouped(found, lambda r: "moved" if found[r].moves else found[r].kind)
+    kinds = grouped(found, lambda rank: "moved" if found[rank].moves else found[rank].kind)
     texts = {
         "silent": "missing: ranks {} have no stack, though most do: they may have ended",
-        "unknown": "missing: ranks {} have no dump; one of them may be late, nothing is concluded from this",
+        "unknown": "missing: ranks {} have no dump; one of them may be late",
         "unreadable": "missing: the dumps of ranks {} cannot be read; one of them may be late",
         "moved": "ranks {} moved between the two moments: slow rather than stuck; take a third dump",
     }
@@ -265,8 +269,13 @@ def _notes(found: Conditions) -> list[str]:
 
 def _places(grid: Grid, ranks: list[int]) -> str:
     """Ranks with their nodes, a single one with its coordinates."""
-    nodes = list(dict.fromkeys(grid.node_name(grid[r].node) for r in sorted(ranks)))
-    p = grid[ranks[0]]
-    one = [f"tp {p.tp}, pp {p.pp}, dp {p.dp}"] if grid.known and len(ranks) == 1 else []
-    more = ", ..." * (len(nodes) > 4)
-    return f"rank{'s' * (len(ranks) > 1)} {ranges(ranks)} ({', '.join([*one, *nodes[:4]])}{more})"
+    nodes = list(dict.fromkeys(grid.node_name(grid[rank].node) for rank in sorted(ranks)))
+    where = nodes[:SHOWN_NODES]
+    if len(nodes) > SHOWN_NODES:
+        where.append("...")
+    if len(ranks) > 1:
+        return f"ranks {ranges(ranks)} ({', '.join(where)})"
+    if grid.known:
+        place = grid[ranks[0]]
+        where.insert(0, f"tp {place.tp}, pp {place.pp}, dp {place.dp}")
+    return f"rank {ranks[0]} ({', '.join(where)})"

@@ -1,6 +1,5 @@
 """`trilane slurm job`: what the job scripts ask."""
 
-import contextlib
 import itertools
 import sys
 from dataclasses import asdict
@@ -9,7 +8,6 @@ from typing import Any
 
 from trilane.cli.app import Answer, Group, command, note
 from trilane.config.options import option
-from trilane.config.plan import read_plan
 from trilane.slurm import attempt
 from trilane_diagnose import node_test
 from trilane_diagnose import nodes as nodes_of_job
@@ -39,14 +37,12 @@ def end(
     gpus: int = GPUS,
 ) -> Answer:
     """Write and print how the attempt ended."""
-    outcome = nodes_of_job.end(folder, code, test=node_test.tester(gpus, srun) if tests else None)
+    test = node_test.tester(gpus, srun) if tests else None
+    outcome = nodes_of_job.end(folder, code, test=test)
     text = f"{outcome.status} after {outcome.seconds:.0f} s: {outcome.evidence}"
-    again = (
-        "again: a spare takes the place of a node; "
-        if nodes_of_job.goes_on(folder, attempt.job_id())
-        else ""
-    )
-    return Answer(asdict(outcome), again + text)
+    if nodes_of_job.goes_on(folder, attempt.job_id()):
+        text = f"again: a spare takes the place of a node; {text}"
+    return Answer(asdict(outcome), text)
 
 
 @command(GROUP)
@@ -60,12 +56,8 @@ def nodes(
     """Print the nodes of the job that train next, as a SLURM node list; on stderr those that are
     left out, and why.
     """
-    cluster = None
-    with contextlib.suppress(ValueError):  # a plan that cannot be read is the training's to report
-        cluster = read_plan(folder / "plan.json").cluster
-    chosen, lines = nodes_of_job.start_nodes(
-        folder, count, node_test.tester(gpus, srun, cluster) if tests else None
-    )
+    test = node_test.tester(gpus, srun) if tests else None
+    chosen, lines = nodes_of_job.start_nodes(folder, count, test)
     note(lines, label="")
     print(chosen)
 

@@ -1,8 +1,7 @@
 """The test of a job's nodes before they train: which are broken, and which are slow.
 
-A rate is compared with the median of the nodes, and the median with the cluster file. What fails on
-every node is no fault of the nodes: it is reported, and nothing is left out. Left out: the network
-between nodes.
+A rate is compared with the median of the nodes. What fails on every node is no fault of the nodes:
+it is reported, and nothing is left out. Left out: the network between nodes.
 """
 
 import json
@@ -16,7 +15,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from trilane.config.cluster import Cluster
 from trilane.utils.process import Lines, printed_lines, python
 
 # GPUs of one kind in one cluster differ by 8 % on average and up to 22 %, and outliers are 1.5
@@ -24,7 +22,6 @@ from trilane.utils.process import Lines, printed_lines, python
 LEAST_SHARE = 0.75
 LEAST_SHARE_OF_CORES = LEAST_SHARE / 2  # a core is shared with whatever else the node does
 DOUBTFUL_SHARE = 0.99  # a node that may fail is left out before the others, but after a slow one
-FAR_BELOW = 1 / 10  # what is an order below the cluster file is no matter of tuning
 GRACE_S = 20.0  # for the slower half of the nodes, which may read torch from a busy disk
 LIMIT_S = 600.0  # half of the nodes may take minutes to import torch for the first time
 
@@ -33,15 +30,11 @@ LIMIT_S = 600.0  # half of the nodes may take minutes to import torch for the fi
 class Findings:
     """Why nodes cannot train (`broken`), why others are better (`slow`, with a share of the
     median), and notes.
-
-    `refused` says why no node of the job should train: all are far below the cluster file.
     """
 
     broken: dict[str, str] = field(default_factory=dict)
     slow: dict[str, tuple[float, str]] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
-    medians: dict[str, float] = field(default_factory=dict)
-    refused: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,7 +76,7 @@ def findings(results: Mapping[str, Result], is_cpu: bool) -> Findings:
                 slow[node] = (share, f"{name} {rate:.3g}, {share:.0%} of the median")
     shown = ", ".join(f"{name} {rate:.3g}" for name, rate in medians.items())
     note = f"{len(results)} tested; medians: {shown}"
-    return Findings(broken=broken, slow=slow, notes=(note,), medians=medians)
+    return Findings(broken=broken, slow=slow, notes=(note,))
 
 
 def _medians(results: Mapping[str, Result]) -> dict[str, float]:
@@ -93,21 +86,6 @@ def _medians(results: Mapping[str, Result]) -> dict[str, float]:
         for name, rate in result.rates.items():
             rates.setdefault(name, []).append(rate)
     return {name: statistics.median_high(values) for name, values in rates.items()}
-
-
-def far_below(medians: Mapping[str, float], cluster: Cluster, gpus: int) -> str:
-    """Whether the median of matmul is below a tenth of the cluster file's peak, on GPUs (`gpus`) or
-    cores (0); "" if not.
-    """
-    gpu = cluster.gpu
-    peak = gpu.fp32_flops_per_s
-    if gpus:  # as the test does
-        peak = gpu.bf16_flops_per_s or gpu.fp16_flops_per_s or peak
-    measured = medians.get("matmul FLOP/s", math.inf)
-    if measured >= FAR_BELOW * peak:
-        return ""
-    line = f"all nodes: matmul FLOP/s {measured:.3g}, the cluster file has {peak:.3g}"
-    return f"{line}: are these the cards that the plan is for?"
 
 
 def step(nodes: Sequence[str], tasks: int = 1, cores: int = 1, gpus: bool = False) -> list[str]:
@@ -126,10 +104,7 @@ def step(nodes: Sequence[str], tasks: int = 1, cores: int = 1, gpus: bool = Fals
 
 
 def tester(
-    gpus: int,
-    srun: Sequence[str],
-    cluster: Cluster | None = None,
-    env: Mapping[str, str] = os.environ,
+    gpus: int, srun: Sequence[str], env: Mapping[str, str] = os.environ
 ) -> Callable[[Sequence[str]], Findings]:
     """The test of nodes of this job, on so many GPUs of each (0: a core), by a step with these
     arguments of srun.
@@ -142,13 +117,7 @@ def tester(
             # srun ends the step on all nodes where it cannot start it on one
             others = test([node for node in nodes if node not in error.refused])
             return replace(others, broken=others.broken | error.refused)
-        found = findings(results, is_cpu=gpus == 0)
-        far = far_below(found.medians, cluster, gpus) if cluster else ""
-        if far and gpus:
-            return replace(found, notes=(*found.notes, far), refused=far)
-        if far:  # cores are shared with whatever else a node does: no reason to refuse
-            return replace(found, notes=(*found.notes, far))
-        return found
+        return findings(results, is_cpu=gpus == 0)
 
     return test
 

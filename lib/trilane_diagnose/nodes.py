@@ -90,7 +90,7 @@ def start_nodes(
     also in run.log.
 
     Where too few work, the attempt has ended as a node failure, the job is requeued, and ValueError
-    names the nodes; not requeued where all nodes are far below the cluster file.
+    names the nodes.
     """
     job = job_id(env)
     nodes = job_nodes(env)
@@ -100,9 +100,6 @@ def start_nodes(
     if found is None:
         found = test(left) if test and len(left) > 1 else Findings()
     _note_broken(folder, job, found.broken)
-    if found.refused:  # other nodes of the cluster would be no better: no requeue
-        _failed(folder, job, found.refused)
-        raise ValueError(found.refused)
     try:
         chosen, left_out = choose(nodes, count, {**lost, **found.broken}, found.slow)
     except ValueError as error:

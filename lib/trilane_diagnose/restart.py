@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from trilane.utils.numbers import ranges
-from trilane.utils.tables import DataFrame, Table, Text, frame_of, grouped
+from trilane.utils.tables import DataFrame, Table, frame_of, grouped
 from trilane.utils.validation import DATA, require
 from trilane.workspace.checkpoints import KINDS
 from trilane.workspace.fingerprints import COPY, Mark, default_of, must_decay
@@ -26,6 +26,18 @@ from trilane_diagnose.snapshot import (
     states,
     within,
 )
+
+SHOWN = 6  # findings of a kind
+EXAMPLE = (
+    "No run of this study was restarted. Shown is an example, made up from the BLOOM chronicles."
+)
+# By rounding two trainings on the same samples differ this far. With three replicas the copies of a
+# tied embedding differ, and a load merges them: 8e-6 after 5 steps.
+DRIFT = 1e-3
+DRIFT_ACROSS_LAYOUTS = 1e-2
+LAST_PLACE = 1e-9  # a schedule that is computed in another order may differ in the last place
+SKETCH_ROUNDING = 2e-3  # relative
+RATE_ROUNDING = 0.01  # of the length of a step
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,30 +66,18 @@ class RestartComparison(Table):
         }
         return frame_of(self.findings, columns).astype({"size": float})
 
-    def summary(self) -> Text:
-        """What was compared, the number of findings, and the notes, as Markdown."""
-        example = "**No run of this study was restarted.** Shown is an example, made up from the BLOOM chronicles."
-        lead = Text.of("Compared: {}. {} findings.", "; ".join(self.compared), len(self.findings))
-        return Text.joined("\n\n- ", [*[Text(example)] * self.example, lead, *self.notes])
-
-    def to_text(self) -> str:
-        """The comparison for a terminal: what was compared, the largest findings of each kind, the
-        notes.
-        """
-        lines = [f"compared {line}" for line in self.compared]
-        for kind, same in grouped(self.findings, lambda f: f.kind).items():
-            lines += [
-                f"  {finding.line()}" for finding in sorted(same, key=lambda f: -(f.size or 0))[:6]
-            ]
-            lines += (
-                [f"  ... and {len(same) - 6} more {kind}; --json has them all"]
-                if len(same) > 6
-                else []
-            )
+    def summary(self) -> str:
+        """What was compared, the largest findings of each kind, the notes."""
+        lines = [EXAMPLE] if self.example else []
+        lines += [f"compared {line}" for line in self.compared]
+        for kind, findings in grouped(self.findings, lambda finding: finding.kind).items():
+            largest = sorted(findings, key=lambda finding: -(finding.size or 0))
+            lines += [f"  {finding.summary()}" for finding in largest[:SHOWN]]
+            if len(largest) > SHOWN:
+                lines.append(f"  ... and {len(largest) - SHOWN} more {kind}; --json has them all")
         lines += [f"note: {note}" for note in self.notes]
-        return "\n".join(
-            [*lines, f"{len(self.findings)} findings" if self.findings else "nothing is wrong"]
-        )
+        number = len(self.findings)
+        return "\n".join([*lines, f"{number} findings" if number else "nothing is wrong"])
 
 
 def compare_restart(before: Path, after: Path) -> RestartComparison:
@@ -87,37 +87,33 @@ def compare_restart(before: Path, after: Path) -> RestartComparison:
     Each is a run folder, a checkpoint or a folder of fingerprints. Raises ValueError where one
     holds no state, is damaged, or holds another model.
     """
-    findings, compared, notes = list[RestartFinding](), list[str](), list[str]()
+    findings: list[RestartFinding] = []
+    compared: list[str] = []
+    notes: list[str] = []
     for one, two in pairs(before, after):
-        a, b = read_snapshot(one), read_snapshot(two)
+        a = read_snapshot(one)
+        b = read_snapshot(two)
         for field, value in a.shape.items():
-            rule = (
-                f"{a.name} has {value}: two models cannot be compared; these are two different runs"
-            )
+            rule = f"{a.name} has {value}: two models cannot be compared"
             require(b.shape.get(field) == value, f"B {field}", b.shape.get(field), rule)
-        compared.append(
-            " with ".join(f"{s.name} ({'loaded' if s.state.loaded else 'saved'})" for s in (a, b))
-        )
+        names = [f"{s.name} ({'loaded' if s.state.loaded else 'saved'})" for s in (a, b)]
+        compared.append(" with ".join(names))
         notes += _notes(a, b)
-        found = [*within(a), *within(b)]
+        own = [*within(a), *within(b)]
         if one.iteration == two.iteration:
             # What a bug changed shows in every tensor once the training goes on.
-            moved = list(changed(a, b)) if two.loaded or not (findings or found) else []
-            found += [*moved, *_settings(a, b)]
-        findings = merged([*findings, *found])
+            if two.loaded or not (findings or own):
+                own += changed(a, b)
+            own += _settings(a, b)
+        findings = merged([*findings, *own])
     # What another step after the load leads to.
-    implied = [f for f in findings if f.kind in ("not-restored", "generators")]
-    cause = _after_load(before, after) if len(implied) == len(findings) else []
-    notes += [
-        f"implied by the {cause[0].kind} of the step after the load: {f.what}"
-        for f in implied
-        if cause
-    ]
+    if all(finding.kind in ("not-restored", "generators") for finding in findings):
+        findings = _after_load(before, after) or findings
     return RestartComparison(
         before=before,
         after=after,
         compared=tuple(compared),
-        findings=tuple(cause or findings),
+        findings=tuple(findings),
         notes=tuple(dict.fromkeys(notes)),
     )
 
@@ -127,12 +123,12 @@ def study_restart(study: Study, before: str = "", after: str = "") -> RestartCom
     last restart, else of the example. Raises ValueError where one of them holds no state:
     `study_restart(study, "first", "second")`.
     """
-    restarted = [
-        folder for folder in study.run_folders() if list(folder.glob("fingerprints/load_*"))
-    ]
-    if before or restarted:
-        first = Path(before) if before else restarted[-1]
-        return compare_restart(first, Path(after) if before and after else first)
+    if before:
+        return compare_restart(Path(before), Path(after or before))
+    folders = study.run_folders()
+    restarted = [folder for folder in folders if list(folder.glob("fingerprints/load_*"))]
+    if restarted:
+        return compare_restart(restarted[-1], restarted[-1])
     example = DATA / "examples/restart"
     return replace(compare_restart(example / "save_805", example / "load_805"), example=True)
 
@@ -143,33 +139,42 @@ def pairs(before: Path, after: Path) -> list[tuple[State, State]]:
 
     Where they have no iteration in common, the newest of both.
     """
-    a, b = states("A", before), states("B", after)
-    saved = {s.iteration: s for s in sorted(a, key=lambda s: not s.loaded)}
-    found = [
-        (saved[s.iteration], s)
-        for s in b
-        if s.iteration in saved and saved[s.iteration].path != s.path
-    ]
-    return found or [(next((s for s in a[::-1] if not s.loaded), a[-1]), b[-1])]
+    old = states("A", before)
+    new = states("B", after)
+    saved = {state.iteration: state for state in old if state.loaded}
+    saved |= {state.iteration: state for state in old if not state.loaded}
+    found = []
+    for state in new:
+        same = saved.get(state.iteration)
+        if same and same.path != state.path:
+            found.append((same, state))
+    if found:
+        return found
+    newest = [state for state in old if not state.loaded] or old
+    return [(newest[-1], new[-1])]
 
 
 def merged(findings: Iterable[RestartFinding]) -> list[RestartFinding]:
     """One finding for each kind and tensor, the largest, with the ranks of all; a reset is no other
     difference.
     """
-    same = grouped(findings, lambda f: (f.kind if f.kind != "reset" else "not-restored", f.tensor))
+
+    def key(finding: RestartFinding) -> tuple[str, str]:
+        kind = "not-restored" if finding.kind == "reset" else finding.kind
+        return kind, finding.tensor
+
     joined = []
-    for found in same.values():
-        worst = max(found, key=lambda f: (f.kind == "reset", f.size or 0.0))
-        ranks = {r.rank: r for f in found for r in f.ranks}
-        joined.append(replace(worst, ranks=tuple(ranks[n] for n in sorted(ranks))))
+    for same in grouped(findings, key).values():
+        worst = max(same, key=lambda finding: (finding.kind == "reset", finding.size or 0.0))
+        holders = {holder.rank: holder for finding in same for holder in finding.ranks}
+        joined.append(replace(worst, ranks=tuple(holders[rank] for rank in sorted(holders))))
     return joined
 
 
 def _notes(a: Snapshot, b: Snapshot) -> Iterator[str]:
-    for s in (a, b):
-        if s.missing:
-            yield f"{s.name}: no fingerprint of ranks {ranges(s.missing)}"
+    for snapshot in (a, b):
+        if snapshot.missing:
+            yield f"{snapshot.name}: no fingerprint of ranks {ranges(snapshot.missing)}"
     if a.state.iteration != b.state.iteration:
         yield f"{a.name} and {b.name} are of different iterations: each is checked by itself"
     elif a.layout != b.layout:
@@ -183,25 +188,27 @@ def changed(before: Snapshot, after: Snapshot) -> Findings:
     gradient that is 0 but for rounding, as a key bias has, Adam scales to the size of any other
     step.
     """
-    # By rounding two trainings on the same samples differ this far. With three replicas the copies
-    # of a tied embedding differ, and a load merges them: 8e-6 after 5 steps.
-    drift = 1e-3 if _alike(before, after) else 1e-2
+    drift = DRIFT if _alike(before, after) else DRIFT_ACROSS_LAYOUTS
     for name, kind, ranks, old, new in _marks(before, after):
         size = old.apart(new)
-        beyond = kind == "weight" and must_decay(name) and size > drift
-        if old.hash != new.hash if after.state.loaded else beyond:
-            value = default_of(name) if kind in ("weight", COPY) else None
-            reset = new.constant(value) and not old.constant(value)
-            what = f"{kind} is {share(size)} away from what was saved"
-            what += f": every element is {new.low:g}, its default" * reset
-            finding = "reset" if reset else "not-restored"
-            yield RestartFinding(kind=finding, tensor=name, ranks=ranks, what=what, size=size)
-    old_names, names = ({name for name, _ in s.holders} for s in (before, after))
-    # the tensors of ranks without fingerprints are no findings
-    for name in sorted(old_names - names) if not (before.missing or after.missing) else ():
-        yield RestartFinding(
-            kind="missing", tensor=name, what=f"is in {before.name}, not in {after.name}"
-        )
+        differs = kind == "weight" and must_decay(name) and size > drift
+        if after.state.loaded:
+            differs = old.hash != new.hash
+        if not differs:
+            continue
+        finding = "not-restored"
+        what = f"{kind} is {share(size)} away from what was saved"
+        default = default_of(name) if kind in ("weight", COPY) else None
+        if new.constant(default) and not old.constant(default):
+            finding = "reset"
+            what += f": every element is {new.low:g}, its default"
+        yield RestartFinding(kind=finding, tensor=name, ranks=ranks, what=what, size=size)
+    if before.missing or after.missing:
+        return  # the tensors of ranks without fingerprints are no findings
+    lost = {name for name, _ in before.holders} - {name for name, _ in after.holders}
+    for name in sorted(lost):
+        what = f"is in {before.name}, not in {after.name}"
+        yield RestartFinding(kind="missing", tensor=name, what=what)
 
 
 def _marks(
@@ -211,23 +218,29 @@ def _marks(
     of the whole.
     """
     kinds = (*KINDS, COPY) if before.precision == after.precision else KINDS
+    others = set()
     for (name, box), held in after.holders.items():
         there = before.holders.get((name, box), [])
-        for rank, part in held if there else ():
-            same = [p for r, p in there if r.rank == rank.rank and _alike(before, after)]
-            old = same[0] if same else there[0][1]
-            for kind in (kind for kind in kinds if kind in part.marks and kind in old.marks):
+        if not there:
+            others.add(name)
+            continue
+        part_of = {holder.rank: part for holder, part in there} if _alike(before, after) else {}
+        for holder, part in held:
+            old = part_of.get(holder.rank, there[0][1])
+            for kind in kinds:
+                if kind not in part.marks or kind not in old.marks:
+                    continue
                 # Where another rank held exactly these bits, replicas differed before, which is
                 # another finding.
-                if part.marks[kind].hash not in {
-                    p.marks[kind].hash for _, p in there if kind in p.marks
-                }:
-                    yield name, kind, (rank,), old.marks[kind], part.marks[kind]
-    for name in sorted({name for name, box in after.holders if (name, box) not in before.holders}):
-        old_whole, whole = before.wholes.get(name, {}), after.wholes.get(name, {})
-        yield from (
-            (name, k, (), old_whole[k], whole[k]) for k in KINDS if k in old_whole and k in whole
-        )
+                hashes = [own.marks[kind].hash for _, own in there if kind in own.marks]
+                if part.marks[kind].hash not in hashes:
+                    yield name, kind, (holder,), old.marks[kind], part.marks[kind]
+    for name in sorted(others):
+        old_marks = before.wholes.get(name, {})
+        marks = after.wholes.get(name, {})
+        for kind in KINDS:
+            if kind in old_marks and kind in marks:
+                yield name, kind, (), old_marks[kind], marks[kind]
 
 
 def _alike(before: Snapshot, after: Snapshot) -> bool:
@@ -238,39 +251,39 @@ def _settings(a: Snapshot, b: Snapshot) -> Findings:
     """What is of no tensor: samples and generators, Adam's step and settings, loss scale, learning
     rate.
     """
-    ranks: dict[int | None, Holder] = {r.rank: r for r, _ in b.held}
+    holders: dict[int | None, Holder] = {holder.rank: holder for holder, _ in b.held}
     for (kind, rank, name), old in a.facts.items():
-        new = b.facts.get((kind, rank, name), old)
-        # a schedule that is computed in another order may differ in the last place
-        same = old == new or (
-            isinstance(old, float) and math.isclose(old, float(new), rel_tol=1e-9)
-        )
         # generators start again in another layout, and samples belong to other ranks
-        if not same and (rank is None or a.layout == b.layout):
-            size = abs(float(new) - old) if isinstance(old, float) else None
+        if rank is not None and a.layout != b.layout:
+            continue
+        new = b.facts.get((kind, rank, name), old)
+        size = None
+        if isinstance(old, float):
+            size = abs(float(new) - old)
+            if math.isclose(old, float(new), rel_tol=LAST_PLACE):
+                continue
+        if new != old:
+            ranks = (holders[rank],) if rank in holders else ()
             what = f"{name} is {new}, it was {old}"
-            yield RestartFinding(
-                kind=kind, ranks=(ranks[rank],) if rank in ranks else (), what=what, size=size
-            )
+            yield RestartFinding(kind=kind, ranks=ranks, what=what, size=size)
 
 
 def _after_load(before: Path, after: Path) -> list[RestartFinding]:
     """What differs in the step after a load, where all came back by it, and `before` saved at the
     load's iteration and at the next, `after` at the next.
     """
-    saved, mine = (
-        {s.iteration: s for s in states(x, y) if not s.loaded}
-        for x, y in (("A", before), ("B", after))
-    )
-    for load in (s for s in states("B", after) if s.loaded):
-        first, last = load.iteration, load.iteration + 1
-        if {first, last} <= {*saved} and last in mine and mine[last].path != saved[last].path:
-            start, usual, other = map(read_snapshot, (saved[first], saved[last], mine[last]))
-            restored = not [
-                *changed(start, read_snapshot(load)),
-                *_settings(start, read_snapshot(load)),
-            ]
-            return list(first_step(start, usual, other)) if restored else []
+    saved = {state.iteration: state for state in states("A", before) if not state.loaded}
+    own = {state.iteration: state for state in states("B", after) if not state.loaded}
+    for load in states("B", after):
+        first = saved.get(load.iteration)
+        last = saved.get(load.iteration + 1)
+        other = own.get(load.iteration + 1)
+        if load.loaded and first and last and other and other.path != last.path:
+            start = read_snapshot(first)
+            loaded = read_snapshot(load)
+            if any(changed(start, loaded)) or any(_settings(start, loaded)):
+                return []
+            return list(first_step(start, read_snapshot(last), read_snapshot(other)))
     return []
 
 
@@ -282,47 +295,57 @@ def first_step(start: Snapshot, usual: Snapshot, other: Snapshot) -> Findings:
     kept of m0; with equal moments the weights move equally, times the ratio of the rates. Left out:
     why gradients differ, and whether a moment was lost or decays by another beta.
     """
-    trio, kinds = (start, usual, other), {"weight", "exp_avg", "exp_avg_sq"}
-    names = [name for name in start.wholes if all(kinds <= {*s.wholes.get(name, ())} for s in trio)]
-    beta1, beta2 = (usual.optimizer.get(name, math.nan) for name in ("adam_beta1", "adam_beta2"))
+    names = []
+    for name in start.wholes:
+        if all(set(KINDS) <= s.wholes.get(name, {}).keys() for s in (start, usual, other)):
+            names.append(name)
+    beta1 = usual.optimizer.get("adam_beta1", math.nan)
+    beta2 = usual.optimizer.get("adam_beta2", math.nan)
     if not names or not 0 < beta1 < 1:
         return
-    w0, w, w_other = (np.ravel([s.wholes[n]["weight"].sketch for n in names]) for s in trio)
-    m0, m, m_other = (np.ravel([s.wholes[n]["exp_avg"].sketch for n in names]) for s in trio)
-    v, v_other = (np.array([s.wholes[n]["exp_avg_sq"].total for n in names]) for s in trio[1:])
-    gradient = (m - beta1 * m0) / (1 - beta1)
-    (kept, added), *_ = np.linalg.lstsq(np.stack([m0, gradient], axis=1), m_other, rcond=None)
-    misfit, second = (
-        _misfit(m_other, kept * m0 + added * gradient),
-        float(np.max(np.abs(v_other / v - 1))),
-    )
-    moved = w - w0
-    length = float((w_other - w0) @ moved / (moved @ moved or 1.0))
-    if misfit > 2e-3:  # more than the rounding of sketches
-        kind, size, what = (
-            "gradients",
-            misfit,
-            "the first moment holds other samples, or fewer microbatches",
-        )
-    elif abs(kept - beta1) > 0.02 * (1 - beta1) + 2e-3:
-        kind, size, what = "moments", kept, "the first moment is lost, or has another beta"
-    elif abs(added / (1 - beta1) - 1) > 0.01:
-        kind, size, what = (
-            "gradients",
-            added / (1 - beta1),
-            "they are a multiple: another mean, or clipping",
-        )
-    elif second > 2e-3 * (1 - beta2):
-        kind, size, what = "moments", second, "the second moment is lost, or has another beta"
-    elif abs(length - 1) > 0.01 and _misfit(w_other - w0, length * moved) < 0.05:
-        kind, size, what = (
-            "rate",
-            length,
-            "the weights move as many times as far: another rate, or count of steps",
-        )
+
+    def sketches(snapshot: Snapshot, kind: str) -> np.ndarray:
+        return np.ravel([snapshot.wholes[name][kind].sketch for name in names])
+
+    def totals(snapshot: Snapshot) -> np.ndarray:
+        return np.array([snapshot.wholes[name]["exp_avg_sq"].total for name in names])
+
+    m0 = sketches(start, "exp_avg")
+    m_other = sketches(other, "exp_avg")
+    gradient = (sketches(usual, "exp_avg") - beta1 * m0) / (1 - beta1)
+    design = np.stack([m0, gradient], axis=1)
+    kept, added = np.linalg.lstsq(design, m_other, rcond=None)[0]
+    misfit = _misfit(m_other, kept * m0 + added * gradient)
+    second = float(np.max(np.abs(totals(other) / totals(usual) - 1)))
+    w0 = sketches(start, "weight")
+    moved = sketches(usual, "weight") - w0
+    moved_other = sketches(other, "weight") - w0
+    length = float(moved_other @ moved / (moved @ moved or 1.0))
+    if misfit > SKETCH_ROUNDING:
+        kind = "gradients"
+        what = f"the first moment holds other samples, or fewer microbatches ({misfit:.4g})"
+        size = misfit
+    elif abs(kept - beta1) > 0.02 * (1 - beta1) + SKETCH_ROUNDING:  # 2 % of a gradient's share
+        kind = "moments"
+        what = f"the first moment is lost, or has another beta ({kept:.4g})"
+        size = kept
+    elif abs(added / (1 - beta1) - 1) > RATE_ROUNDING:
+        kind = "gradients"
+        size = added / (1 - beta1)
+        what = f"they are a multiple: another mean, or clipping ({size:.4g})"
+    elif second > SKETCH_ROUNDING * (1 - beta2):
+        kind = "moments"
+        what = f"the second moment is lost, or has another beta ({second:.4g})"
+        size = second
+    # the same direction: a twentieth is far above the rounding of sketches
+    elif abs(length - 1) > RATE_ROUNDING and _misfit(moved_other, length * moved) < 0.05:
+        kind = "rate"
+        times = "the weights move as many times as far: another rate, or count of steps"
+        what = f"{times} ({length:.4g})"
+        size = length
     else:
         return
-    yield RestartFinding(kind=kind, what=f"{what} ({size:.4g})", size=size)
+    yield RestartFinding(kind=kind, what=what, size=float(size))
 
 
 def _misfit(values: np.ndarray, fit: np.ndarray) -> float:

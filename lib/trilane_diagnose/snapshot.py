@@ -1,23 +1,37 @@
 """Snapshot: the fingerprints of all ranks at one moment, and what is wrong inside one."""
 
-import itertools
 import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, reduce
 from math import prod
-from operator import add
+from operator import add, attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from trilane.utils.numbers import ranges
 from trilane.utils.tables import Record, grouped
 from trilane.utils.validation import read_json, require, require_folder
-from trilane.workspace import checkpoints, fingerprints
-from trilane.workspace.fingerprints import COPY, Box, Mark, Part, must_decay, part_from_json
+from trilane.workspace import checkpoints
+from trilane.workspace.fingerprints import (
+    COPY,
+    Box,
+    Mark,
+    Part,
+    must_decay,
+    part_from_json,
+    whole_parts,
+)
 from trilane.workspace.rank_grid import MOST, shared
 from trilane_diagnose.stacks import DAMAGED
+
+# Sums in another order differ by rounding: allowed between replicas, relative to the tensor's norm.
+ROUNDING = {"weight": 1e-5, "exp_avg": 1e-3, "exp_avg_sq": 1e-3, COPY: 1e-5}
+# bf16 has 8 bits: a weight and its copy differ by 2e-3; denormal fp16 by somewhat more.
+COPY_ROUNDING = 2e-2
+# of the optimizer, that must come back
+SETTINGS = ("weight_decay", "clip_grad", "adam_beta1", "adam_beta2", "adam_eps")
 
 
 class State(NamedTuple):
@@ -35,14 +49,17 @@ def states(field: str, folder: Path) -> list[State]:
     Raises ValueError that begins with `field` where there is none.
     """
     require_folder(field, folder)
-    found, loads = list[State](), sorted((folder / "fingerprints").glob("load_*"))
+    loads = sorted((folder / "fingerprints").glob("load_*"))
+    found = []
     for path in dict.fromkeys([folder, *checkpoints.found_in(folder), *loads]):
         for file in _prints(path)[:1]:
-            saved = path.name.startswith("save") or (path / "manifest.json").exists()
+            is_saved = path.name.startswith("save") or (path / "manifest.json").exists()
             with _whole(file):
                 iteration = int(read_json(file, "fingerprint")["iteration"])
-            found.append(State(path, iteration, not saved))
-    rule = "holds no complete checkpoint with fingerprints (a run folder, or one of its checkpoints, is wanted)"
+            found.append(State(path, iteration, not is_saved))
+    rule = (
+        "holds no complete checkpoint with fingerprints (a run folder, or one of its checkpoints)"
+    )
     require(bool(found), field, folder, rule)
     return sorted(found, key=lambda state: state.iteration)
 
@@ -94,79 +111,86 @@ class Snapshot:
     @cached_property
     def holders(self) -> dict[tuple[str, Box], list[Held]]:
         """(tensor, box) -> the ranks that hold it, in order."""
-        return grouped(self.held, lambda h: (h[1].name, h[1].box))
+        return grouped(self.held, lambda held: (held[1].name, held[1].box))
 
     @cached_property
     def wholes(self) -> dict[str, dict[str, Mark]]:
         """Tensor -> the mark of each kind over the whole; only where no part is missing."""
-        found: dict[str, dict[str, Mark]] = {}
-        once = (held[0][1] for held in self.holders.values())
-        for name, parts in grouped(once, lambda part: part.name).items():
-            if sum(prod(end - first for first, end in part.box) for part in parts) == prod(
-                parts[0].shape
-            ):
-                kinds = set.intersection(*({*part.marks} for part in parts))
-                found[name] = {
-                    kind: reduce(add, (part.marks[kind] for part in parts)) for kind in kinds
-                }
-        return found
+        wholes = {}
+        one_of_each = [held[0][1] for held in self.holders.values()]
+        for name, parts in grouped(one_of_each, lambda part: part.name).items():
+            size = sum(prod(end - first for first, end in part.box) for part in parts)
+            if size == prod(parts[0].shape):
+                kinds = set(parts[0].marks).intersection(*(part.marks for part in parts))
+                marks = {kind: [part.marks[kind] for part in parts] for kind in kinds}
+                wholes[name] = {kind: reduce(add, own) for kind, own in marks.items()}
+        return wholes
 
 
 def read_snapshot(state: State) -> Snapshot:
     """The snapshot of a state; ValueError where a file is damaged."""
-    found, held = [], list[Held]()
+    prints: list[dict[str, Any]] = []
+    held: list[Held] = []
     for path in _prints(state.path):
         with _whole(path):
-            found.append(json.loads(path.read_text(encoding="utf-8")))
-            holder = Holder(**{axis: int(found[-1][axis]) for axis in ("rank", "tp", "pp", "dp")})
-            held += [(holder, part_from_json(part)) for part in found[-1]["parts"]]
-    first, above = found[0], state.path.parent
-    inside = above.name in ("fingerprints", checkpoints.FOLDER)
+            values = json.loads(path.read_text(encoding="utf-8"))
+            holder = Holder(**{axis: int(values[axis]) for axis in ("rank", "tp", "pp", "dp")})
+            held += [(holder, part_from_json(part)) for part in values["parts"]]
+            prints.append(values)
+    folder = state.path.parent
+    name = state.path.name
+    if folder.name in ("fingerprints", checkpoints.FOLDER):
+        name = f"{folder.parent.name}/{name}"
     with _whole(path):
+        first = prints[0]
         world = int(first["world"])
         require(0 < world <= MOST, "world", world, f"must be at most {MOST}")
-        # A rank that updates no parameters, as some may with many replicas, has taken no steps.
-        scalars = max((values["scalars"] for values in found), key=lambda scalars: scalars["step"])
-        optimizer = {
-            n: float(v) for n, v in first["optimizer"].items() if isinstance(v, int | float)
-        }
+        optimizer = {}
+        for setting, value in first["optimizer"].items():
+            if isinstance(value, int | float):
+                optimizer[setting] = float(value)
         return Snapshot(
-            name=f"{above.parent.name}/{state.path.name}" if inside else state.path.name,
+            name=name,
             state=state,
             layout=list(first["layout"]),
             precision=str(first["precision"]),
             shape=dict(first["shape"]),
             optimizer=optimizer,
-            facts=_facts(found, scalars, optimizer),
+            facts=_facts(prints, optimizer),
             held=_undivided(held),
-            missing=sorted({*range(world)} - {values["rank"] for values in found}),
+            missing=sorted({*range(world)} - {values["rank"] for values in prints}),
         )
 
 
-def _facts(
-    found: list[dict[str, Any]], scalars: Mapping[str, float], optimizer: Mapping[str, float]
-) -> Facts:
-    names = ("weight_decay", "clip_grad", "adam_beta1", "adam_beta2", "adam_eps")
-    rate = found[0]["next_lr"]
-    once = {**scalars, "the next learning rate": None if rate is None else float(rate)}
-    once |= {name: optimizer.get(name) for name in names}
+def _facts(prints: list[dict[str, Any]], optimizer: Mapping[str, float]) -> Facts:
+    first = prints[0]
+    # A rank that updates no parameters, as some may with many replicas, has taken no steps.
+    scalars = max((values["scalars"] for values in prints), key=lambda scalars: scalars["step"])
+    once = {**scalars, "the next learning rate": first["next_lr"]}
+    once |= {name: optimizer.get(name) for name in SETTINGS}
     facts: dict[tuple[str, int | None, str], Any]
     facts = {("optimizer", None, name): value for name, value in once.items()}
-    facts["data", None, "the number of consumed samples"] = found[0]["consumed_samples"]
-    for values in found:
+    facts["data", None, "the number of consumed samples"] = first["consumed_samples"]
+    for values in prints:
         rank = values["rank"]
         facts["data", rank, "the hash of the next samples"] = values["samples"]
-        facts |= {("generators", rank, name): text for name, text in values["generators"].items()}
+        for name, text in values["generators"].items():
+            facts["generators", rank, name] = text
     return {key: v if isinstance(v, str) else float(v) for key, v in facts.items() if v is not None}
 
 
 def _undivided(held: list[Held]) -> tuple[Held, ...]:
     """With the marks of parts that replicas divide (ZeRO, a distributed optimizer) added up."""
-    divided = [(n, r, part) for n, (r, part) in enumerate(held) if part.shard is not None]
-    for replicas in grouped(divided, lambda d: (d[1].tp, d[1].pp, d[2].name, d[2].box)).values():
-        wholes = fingerprints.whole_parts([part for _, _, part in replicas])
-        for (n, r, _), part in zip(replicas, wholes, strict=True):
-            held[n] = r, part
+    divided = [n for n, (_, part) in enumerate(held) if part.shard is not None]
+
+    def key(n: int) -> tuple[object, ...]:
+        holder, part = held[n]
+        return holder.tp, holder.pp, part.name, part.box
+
+    for replicas in grouped(divided, key).values():
+        wholes = whole_parts([held[n][1] for n in replicas])
+        for n, part in zip(replicas, wholes, strict=True):
+            held[n] = held[n][0], part
     return tuple(held)
 
 
@@ -185,10 +209,11 @@ class RestartFinding(Record):
         """The ranks, and the coordinates that they share."""
         if not self.ranks:
             return "all ranks"
+        where = f"ranks {ranges([holder.rank for holder in self.ranks])}"
         common = ", ".join(shared(self.ranks))
-        return f"ranks {ranges([r.rank for r in self.ranks])}" + f" ({common})" * bool(common)
+        return f"{where} ({common})" if common else where
 
-    def line(self) -> str:
+    def summary(self) -> str:
         """The finding in one line."""
         place = ", ".join(filter(None, [self.tensor, self.where]))
         return f"{self.kind}: {place}: {self.what}"
@@ -197,20 +222,19 @@ class RestartFinding(Record):
 Findings = Iterator[RestartFinding]
 
 
-def within(s: Snapshot) -> Findings:
+def within(snapshot: Snapshot) -> Findings:
     """What is wrong inside one state, each finding of a single rank or of the whole."""
-    yield from wrong_decay(s)
-    yield from differing_replicas(s)
-    for r, part in s.held:
-        if not {COPY, "weight"} <= {*part.marks}:
+    yield from wrong_decay(snapshot)
+    yield from differing_replicas(snapshot)
+    for holder, part in snapshot.held:
+        if COPY not in part.marks or "weight" not in part.marks:
             continue
-        away = part.marks[COPY].apart(part.marks["weight"])
-        # bf16 has 8 bits: a weight and its copy differ by 2e-3; denormal fp16 by somewhat more.
-        if away > 2e-2:
-            what = (
-                f"the model's copy is {share(away)} away from the optimizer's weight (in {s.name})"
-            )
-            yield RestartFinding(kind="copy", tensor=part.name, ranks=(r,), what=what, size=away)
+        size = part.marks[COPY].apart(part.marks["weight"])
+        if size > COPY_ROUNDING:
+            away = f"the model's copy is {share(size)} away from the optimizer's weight"
+            what = f"{away} (in {snapshot.name})"
+            ranks = (holder,)
+            yield RestartFinding(kind="copy", tensor=part.name, ranks=ranks, what=what, size=size)
 
 
 def share(size: float) -> str:
@@ -218,40 +242,58 @@ def share(size: float) -> str:
     return f"{100 * size:.3g} % of its norm"
 
 
-def wrong_decay(s: Snapshot) -> Findings:
+def wrong_decay(snapshot: Snapshot) -> Findings:
     """Norms and biases that decay, and matrices that do not."""
-    for r, part in s.held:
-        right = (
-            s.optimizer.get("weight_decay", 0.0) if must_decay(part.name, len(part.shape)) else 0.0
-        )
+    for holder, part in snapshot.held:
+        right = 0.0
+        if must_decay(part.name, len(part.shape)):
+            right = snapshot.optimizer.get("weight_decay", 0.0)
         if part.decay is not None and part.decay != right:
-            what = f"weight decay {part.decay:g}, not {right:g} (in {s.name})"
             yield RestartFinding(
-                kind="decay", tensor=part.name, ranks=(r,), what=what, size=part.decay
+                kind="decay",
+                tensor=part.name,
+                ranks=(holder,),
+                what=f"weight decay {part.decay:g}, not {right:g} (in {snapshot.name})",
+                size=part.decay,
             )
 
 
-def differing_replicas(s: Snapshot) -> Findings:
+def differing_replicas(snapshot: Snapshot) -> Findings:
     """Ranks whose part of a tensor is not that of most of its replicas along an axis; of equals, of
     the first.
     """
-    # Sums in another order differ by rounding: allowed, relative to the tensor's norm.
-    rounding = {"weight": 1e-5, "exp_avg": 1e-3, "exp_avg_sq": 1e-3, COPY: 1e-5}
-    # the coordinates that replicas have in common
-    axes: dict[str, Callable[[Held], object]] = {
-        "tied": lambda h: (h[0].tp, h[0].dp),
-        "tensor-replicas": lambda h: (h[0].pp, h[0].dp),
-        "data-replicas": lambda h: (h[0].tp, h[0].pp),
+    # finding: the coordinates that replicas have in common
+    axes = {
+        "tied": ("tp", "dp"),
+        "tensor-replicas": ("pp", "dp"),
+        "data-replicas": ("tp", "pp"),
     }
-    for (name, _), held in s.holders.items():
-        for (found, axis), kind in itertools.product(axes.items(), rounding):
-            for line in grouped(held, axis).values():
-                marks = [(r, part.marks[kind]) for r, part in line if kind in part.marks]
-                hashes = [mark.hash for _, mark in marks]
-                for r, mark in marks:
-                    first, usual = max(marks, key=lambda m: hashes.count(m[1].hash))
-                    if (away := mark.apart(usual)) > rounding[kind]:
-                        what = f"{kind} is {share(away)} away from that of rank {first.rank} (in {s.name})"
-                        yield RestartFinding(
-                            kind=found, tensor=name, ranks=(r,), what=what, size=away
-                        )
+    for held in snapshot.holders.values():
+        for finding, common in axes.items():
+            lines = _lines(held, attrgetter(*common))
+            for kind in ROUNDING:
+                for replicas in lines:
+                    yield from _apart(snapshot, finding, replicas, kind)
+
+
+def _lines(held: list[Held], coordinates: Callable[[Holder], object]) -> list[list[Held]]:
+    """Those with equal coordinates."""
+    return list(grouped(held, lambda pair: coordinates(pair[0])).values())
+
+
+def _apart(snapshot: Snapshot, finding: str, replicas: list[Held], kind: str) -> Findings:
+    """Of these replicas of a part, those that differ from most of them."""
+    marks = [(holder, part.marks[kind]) for holder, part in replicas if kind in part.marks]
+    hashes = [mark.hash for _, mark in marks]
+    for holder, mark in marks:
+        first, usual = max(marks, key=lambda pair: hashes.count(pair[1].hash))
+        size = mark.apart(usual)
+        if size > ROUNDING[kind]:
+            away = f"{kind} is {share(size)} away from that of rank {first.rank}"
+            yield RestartFinding(
+                kind=finding,
+                tensor=replicas[0][1].name,
+                ranks=(holder,),
+                what=f"{away} (in {snapshot.name})",
+                size=size,
+            )

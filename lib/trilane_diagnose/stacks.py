@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -21,15 +22,21 @@ DAMAGED = (
     RecursionError,
     EOFError,
 )
+LONGEST_NAME = 400  # of a function or a file: the end is kept
+# functions at the root of a stack
+STARTS_THREAD = ("_bootstrap", "_bootstrap_inner")
+STARTS_PROGRAM = ("<module>", "_run_module_as_main", "_start", "main")
+# autograd's: torch/autograd/graph.py, __init__.py; megatron/core/pipeline_parallel/schedules.py
+ENGINE = re.compile(r"(?:(?:_engine_run_|run_)?backward|grad) \(.*autograd|custom_backward ")
+# Of a trace, which may have gigabytes: some 40,000 lines. A loop may run them and call nothing.
+TAIL = 1 << 20
 
 
 @cache
 def patterns(table: str) -> dict[str, re.Pattern[str]]:
     """A table of data/hang_patterns.json by its keys."""
-    return {
-        key: re.compile("|".join(parts), re.I)
-        for key, parts in shipped_json("hang_patterns")[table].items()
-    }
+    lists = shipped_json("hang_patterns")[table]
+    return {key: re.compile("|".join(parts), re.I) for key, parts in lists.items()}
 
 
 class Frame(NamedTuple):
@@ -53,10 +60,12 @@ Frames = tuple[Frame, ...]  # a stack, innermost frame first
 
 def frame(function: str, file: str, line: str | int) -> Frame:
     """The Frame of a function, which may be qualified by its class; of long names the end."""
+    name = function[-LONGEST_NAME:]
+    path = file[-LONGEST_NAME:].replace("\\", "/").rpartition("site-packages/")[2]
     # Tools shorten paths differently: the last three parts below site-packages are common to all.
-    inside = file[-400:].replace("\\", "/").rpartition("site-packages/")[2]
-    name, number = function[-400:], int(line) if str(line).isdecimal() else 0
-    return Frame(name.rpartition(".")[2] or name, "/".join(inside.split("/")[-3:]), number)
+    end = "/".join(path.split("/")[-3:])
+    number = int(line) if str(line).isdecimal() else 0
+    return Frame(name.rpartition(".")[2] or name, end, number)
 
 
 class Thread(NamedTuple):
@@ -82,44 +91,59 @@ class Dump:
     error: str = ""  # why there is no stack
 
 
-def _dump(threads: list[Thread], **facts: Any) -> Dump:
-    helpers = [
-        t
-        for t in threads
-        if t.frames and t.frames[-1].function in ("_bootstrap", "_bootstrap_inner")
-    ]
-    started = [t for t in threads if t.frames and t not in helpers]
+def _dump(threads: Sequence[Thread], **facts: Any) -> Dump:
+    helpers: list[Thread] = []
+    started: list[Thread] = []
+    for thread in threads:
+        if thread.frames:
+            is_helper = thread.frames[-1].function in STARTS_THREAD
+            (helpers if is_helper else started).append(thread)
+    for helper in helpers:
+        if helper.owns_gil:
+            holds = f"{helper.name} holds Python's global lock in {helper.frames[0]}"
+            facts.setdefault("holder", holds)
+    main = _main_thread(started)
+    if main is None:
+        return Dump(**facts)
+    frames = main.frames
+    owns_gil = main.owns_gil
+    if _waits_for_engine(main):
+        # With CUDA the backward pass runs in a thread that Python did not start. It holds only the
+        # frames of what C++ called (a function's backward, a hook of a parameter), which belong on
+        # top.
+        others = sorted((t for t in started if t != main), key=_waits_for_engine)
+        if others:
+            frames = others[0].frames + frames
+            owns_gil = others[0].owns_gil
+    return Dump(frames=frames, owns_gil=owns_gil, **facts)
+
+
+def _main_thread(started: Sequence[Thread]) -> Thread | None:
+    """The main one of the threads that Python's threading did not start."""
     # faulthandler names no thread, and cuts a deep stack after a hundred frames, so that its root
     # is missing
-    main = [t for t in started if t.name == "MainThread"]
-    roots = ("<module>", "_run_module_as_main", "_start", "main")
-    main = main or [t for t in started if t.frames[-1].function in roots]
-    main = main or list(filter(_waits_for_engine, started)) or [t for t in started if t.is_current]
-    frames, owns_gil = (main[0].frames, main[0].owns_gil) if main else ((), False)
-    # With CUDA the backward pass runs in a thread that Python did not start. It holds only the
-    # frames of what C++ called (a function's backward, a hook of a parameter), which belong on top.
-    others = [t for t in started if t != main[0]] if main and _waits_for_engine(main[0]) else []
-    for top in sorted(others, key=_waits_for_engine)[:1]:
-        frames, owns_gil = top.frames + frames, top.owns_gil
-    holders = [
-        f"{t.name} holds Python's global lock in {t.frames[0]}" for t in helpers if t.owns_gil
-    ]
-    return Dump(frames=frames, owns_gil=owns_gil, holder="".join(holders[:1]), **facts)
+    for thread in started:
+        if thread.name == "MainThread":
+            return thread
+    for thread in started:
+        if thread.frames[-1].function in STARTS_PROGRAM:
+            return thread
+    for thread in started:
+        if _waits_for_engine(thread):
+            return thread
+    return next((thread for thread in started if thread.is_current), None)
 
 
 def _waits_for_engine(thread: Thread) -> bool:
-    # autograd's: torch/autograd/graph.py, __init__.py; megatron/core/pipeline_parallel/schedules.py
-    at = str(thread.frames[0])
-    return bool(
-        re.match(r"(?:(?:_engine_run_|run_)?backward|grad) \(.*autograd|custom_backward ", at)
-    )
+    return bool(ENGINE.match(str(thread.frames[0])))
 
 
 def _python(frames: list[Frame]) -> Frames:
     """The frames without those of C and C++ (--native), which are alike for most waits; all where
     none is Python's.
     """
-    kept = [f for f in frames if f.line > 0 and not patterns("files")["native"].search(f.file)]
+    native = patterns("files")["native"]
+    kept = [frame for frame in frames if frame.line > 0 and not native.search(frame.file)]
     return tuple(kept or frames)
 
 
@@ -127,41 +151,42 @@ def read_pyspy(text: str) -> list[Dump]:
     """The processes in the text of `py-spy dump`s on one host, in order; of a process that is there
     twice the last.
     """
-    found: dict[str, Dump] = {}
+    dumps: dict[str, Dump] = {}
     # Where no line names the processes, each main thread begins one.
     begin = r"Process \d" if re.search(r"(?m)^Process \d", text) else r'Thread .*"MainThread"'
     for block in re.split(f"(?m)^(?={begin})", text):
         head, *threads = re.split(r"(?m)^(?=Thread (?:0x)?[0-9a-fA-F]+ \()", block)
         process = re.match(r"Process (\d{1,9}): (.*)", head)
         error = re.search(r"(?m)^(?:Error|Failed to [\w ]+): ?.*", head)
-        pid, command = process.groups() if process else ("0", "")
-        facts = {
-            "pid": int(pid),
-            "command": command.strip(),
-            "error": error[0].strip() if error else "",
-        }
-        key = pid if process else block[:40]
-        if threads or (key not in found and (process or error)):
-            found[key] = _dump([*map(_thread, threads)], **facts)
-    return list(found.values())
+        facts: dict[str, Any] = {"error": error[0].strip() if error else ""}
+        key = block[:40]
+        if process:
+            key = process[1]
+            facts |= {"pid": int(process[1]), "command": process[2].strip()}
+        if threads or (key not in dumps and (process or error)):
+            dumps[key] = _dump([*map(_thread, threads)], **facts)
+    return list(dumps.values())
 
 
 def _thread(text: str) -> Thread:
     match = re.match(r'Thread \S+ \(([\w+ ]*)\)?(?:: "(.*)")?', text)
-    state, name = match.groups() if match else ("", "")
+    state = match[1] if match else ""
+    name = (match[2] if match else "") or ""
     # Lines that are indented deeper are values of variables (--locals), which may look like frames.
     lines = re.findall(r"(?m)^ {4}(\S.*) \(([^()\n]*?)(?::(\d{1,9}))?\)[ \r]*$", text)
-    return Thread(_python([frame(*line) for line in lines]), name or "", "gil" in state)
+    return Thread(_python([frame(*line) for line in lines]), name, "gil" in state)
 
 
 def read_json(text: str) -> list[Dump]:
     """The process in the output of `py-spy dump --json`; none where it is damaged, or another text."""
-    threads = list[Thread]()
     try:
-        for t in (found := json.loads(text)):
-            frames = [frame(f["name"], f["filename"], f["line"]) for f in t["frames"]]
-            threads.append(Thread(_python(frames), t["thread_name"] or "", bool(t["owns_gil"])))
-        return [_dump(threads, pid=int(found[0]["pid"]))]
+        values = json.loads(text)
+        threads = []
+        for thread in values:
+            frames = [frame(f["name"], f["filename"], f["line"]) for f in thread["frames"]]
+            name = thread["thread_name"] or ""
+            threads.append(Thread(_python(frames), name, bool(thread["owns_gil"])))
+        return [_dump(threads, pid=int(values[0]["pid"]))]
     except DAMAGED:
         return []
 
@@ -170,23 +195,33 @@ def read_faults(text: str) -> Dump:
     """The last dump in the text of faulthandler, which appends one at every signal, or each time a
     timer ends.
     """
-    threads: dict[str, tuple[bool, list[Frame]]] = {}
-    for line in text.splitlines():
-        if match := re.match(
-            r"(Current thread|Thread) (0x[0-9a-fA-F]+).{0,80}\(most recent call first\)", line
-        ):
-            # One dump holds each thread once.
-            threads = {} if match[2] in threads else threads
-            threads[match[2]] = match[1] == "Current thread", []
-        elif line.startswith("Timeout ("):  # a timer's dump, which has no current thread
-            threads = {}
-        elif threads and (
-            match := re.match(r'\s*File "(.*)", line (\d{1,9}|\?\?\?) in (.*)$', line)
-        ):
-            [*threads.values()][-1][1].append(frame(match[3], match[1], match[2]))
-    return _dump(
-        [Thread(tuple(frames), is_current=current) for current, frames in threads.values()]
+    heading = re.compile(
+        r"(Current thread|Thread) (0x[0-9a-fA-F]+).{0,80}\(most recent call first\)"
     )
+    frames_of: dict[str, list[Frame]] = {}
+    current = ""
+    thread = ""
+    for line in text.splitlines():
+        begins = heading.match(line)
+        if begins:
+            thread = begins[2]
+            if thread in frames_of:  # One dump holds each thread once.
+                frames_of = {}
+                current = ""
+            frames_of[thread] = []
+            if begins[1] == "Current thread":
+                current = thread
+        elif line.startswith("Timeout ("):  # a timer's dump, which has no current thread
+            frames_of = {}
+            current = ""
+        elif frames_of:
+            match = re.match(r'\s*File "(.*)", line (\d{1,9}|\?\?\?) in (.*)$', line)
+            if match:
+                frames_of[thread].append(frame(match[3], match[1], match[2]))
+    threads = []
+    for name, frames in frames_of.items():
+        threads.append(Thread(tuple(frames), is_current=name == current))
+    return _dump(threads)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -197,11 +232,13 @@ class LastCalls(Record):
 
     groups: tuple[dict[str, Any], ...]
 
-    def to_text(self) -> str:
+    def summary(self) -> str:
         """A line for each place."""
-        return "\n".join(
-            "{function}  {line}: {}".format(", ".join(g["ranks"][:12]), **g) for g in self.groups
-        )
+        lines = []
+        for group in self.groups:
+            ranks = ", ".join(group["ranks"][:12])
+            lines.append(f"{group['function']}  {group['line']}: {ranks}")
+        return "\n".join(lines)
 
 
 def last_calls(folder: Path) -> LastCalls:
@@ -209,27 +246,29 @@ def last_calls(folder: Path) -> LastCalls:
     there is none.
     """
     require_folder("folder", folder)
-    places = grouped(
-        sorted(filter(Path.is_file, folder.rglob("*")), key=lambda p: natural(p.name)), _last_call
-    )
+    paths = sorted(filter(Path.is_file, folder.rglob("*")), key=lambda path: natural(path.name))
     groups = []
-    for (function, line), paths in places.items():
-        ranks = [(re.search(r"rank[_-]?(\d+)", path.name) or [path.stem] * 2)[1] for path in paths]
-        groups += [{"function": function, "line": line, "ranks": ranks}] if line else []
+    for (function, line), traces in grouped(paths, _last_call).items():
+        ranks = []
+        for path in traces:
+            match = re.search(r"rank[_-]?(\d+)", path.name)
+            ranks.append(match[1] if match else path.stem)
+        if line:
+            groups.append({"function": function, "line": line, "ranks": ranks})
     require(bool(groups), "folder", folder, "holds no trace of Python's trace module")
-    return LastCalls(
-        groups=tuple(sorted(groups, key=lambda group: (len(group["ranks"]), group["function"])))
-    )
+    groups.sort(key=lambda group: (len(group["ranks"]), group["function"]))
+    return LastCalls(groups=tuple(groups))
 
 
 def _last_call(path: Path) -> tuple[str, str]:
     """The function entered last, and the last line run, "" where the file is no trace."""
     with path.open("rb") as file:
-        # A trace may have gigabytes. Its last MB has some 40,000 lines: a loop may run them and
-        # call nothing.
-        file.seek(max(0, path.stat().st_size - (1 << 20)))
-        tail = file.read(1 << 20).decode("utf-8", "replace")
-    entered = re.findall(r"(?m)^ --- modulename: (.+?), funcname: (.+)$", tail)[-1:]
-    ran = re.findall(r"(?m)^([\w.<>/-]+\.py|<[\w ]+>)\((\d+)\): ?(.*)$", tail)[-1:]
-    function = "".join(f"{name.strip()} ({module})" for module, name in entered)
-    return function, "".join(f"{file}:{number}  {code.strip()[:120]}" for file, number, code in ran)
+        file.seek(max(0, path.stat().st_size - TAIL))
+        tail = file.read(TAIL).decode("utf-8", "replace")
+    function = line = ""
+    for module, name in re.findall(r"(?m)^ --- modulename: (.+?), funcname: (.+)$", tail)[-1:]:
+        function = f"{name.strip()} ({module})"
+    pattern = r"(?m)^([\w.<>/-]+\.py|<[\w ]+>)\((\d+)\): ?(.*)$"
+    for file_name, number, code in re.findall(pattern, tail)[-1:]:
+        line = f"{file_name}:{number}  {code.strip()[:120]}"
+    return function, line

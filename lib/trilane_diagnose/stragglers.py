@@ -2,7 +2,7 @@
 phase.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,9 +13,13 @@ from trilane.workspace.pace import OWN, Pace
 from trilane.workspace.rank_grid import Grid, shared
 
 Seconds = Mapping[int, Mapping[str, float]]  # by rank and phase
-Slow = dict[
-    int, tuple[str, float, float]
-]  # of each slow rank its worst phase, the excess in seconds, the score
+# Phases in which a rank mostly waits for others; in those of OWN it does its own work.
+WAITS = ("p2p-wait", "all-grads-sync")
+SLOW = 5.0  # robust standard deviations
+SLOW_NODE = 2.5  # half as many count where most ranks of a node are slow
+MOST_OF_NODE = 0.75
+WORTH_A_RESTART = 0.03  # of the median
+LEAST_SPREAD = 0.01  # of the median
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,8 +35,9 @@ class Straggler(Record):
     excess_s: float
     score: float
 
-    def __str__(self) -> str:
-        return f"{self.kind} {self.name}: {self.phase} takes {self.excess_s:.3g} s longer (score {self.score:.1f})"
+    def summary(self) -> str:
+        takes = f"{self.phase} takes {self.excess_s:.3g} s longer"
+        return f"{self.kind} {self.name}: {takes} (score {self.score:.1f})"
 
 
 def find_stragglers(grid: Grid, seconds: Seconds) -> list[Straggler]:
@@ -50,20 +55,60 @@ def find_stragglers(grid: Grid, seconds: Seconds) -> list[Straggler]:
     """
     for rank in seconds:
         require(rank in grid, "rank", rank, f"must lie below tp x pp x dp = {len(grid.ranks)}")
-    # Phases in which a rank does its own work, and below those in which it mostly waits for others.
-    slow, less = (
-        _scores(grid, seconds, OWN, least) for least in (5.0, 2.5)
-    )  # robust standard deviations
-    found = []
+    slow = _slow_ranks(grid, seconds, OWN)
+    stragglers = []
     for node, ranks in grid.nodes.items():
-        timed = [r for r in ranks if r in seconds]
-        # Half as many count where most ranks of a node are slow.
-        if len(timed) > 1 and len(less.keys() & timed) >= 0.75 * len(timed):
-            found.append(_straggler("node", node, [r for r in timed if r in less], less))
-    taken = {rank for one in found for rank in one.ranks}
-    slow = slow if slow or found else _scores(grid, seconds, ("p2p-wait", "all-grads-sync"), 5.0)
-    found += [_straggler("rank", str(rank), [rank], slow) for rank in slow if rank not in taken]
-    return sorted(found, key=lambda s: -s.score)
+        timed = [rank for rank in ranks if rank in seconds]
+        own = [slow[rank] for rank in timed if rank in slow]
+        if len(timed) > 1 and len(own) >= MOST_OF_NODE * len(timed):
+            stragglers.append(_straggler("node", node, own))
+    of_nodes = {rank for straggler in stragglers for rank in straggler.ranks}
+    slow = {rank: one for rank, one in slow.items() if one.score > SLOW}
+    if not slow and not stragglers:
+        slow = _slow_ranks(grid, seconds, WAITS)
+    for rank, one in slow.items():
+        if rank not in of_nodes and one.score > SLOW:
+            stragglers.append(one)
+    return sorted(stragglers, key=lambda straggler: -straggler.score)
+
+
+def _slow_ranks(grid: Grid, seconds: Seconds, phases: Sequence[str]) -> dict[int, Straggler]:
+    """Each rank that is slow by SLOW_NODE in a phase, in its worst."""
+    slow: dict[int, Straggler] = {}
+    for phase in phases:
+        timed = [rank for rank, times in seconds.items() if phase in times]
+        for ranks in grouped(timed, lambda rank: grid[rank].pp).values():
+            values = np.array([seconds[rank][phase] for rank in ranks])  # (R,)
+            median = float(np.median(values))
+            deviation = 1.4826 * float(np.median(np.abs(values - median)))
+            spread = max(deviation, LEAST_SPREAD * median, 1e-9)
+            for rank, excess in zip(ranks, (values - median).tolist(), strict=True):
+                score = excess / spread
+                worst = slow[rank].score if rank in slow else SLOW_NODE
+                if score > worst and excess > WORTH_A_RESTART * median:
+                    slow[rank] = Straggler(
+                        kind="rank",
+                        name=str(rank),
+                        ranks=(rank,),
+                        phase=phase,
+                        excess_s=excess,
+                        score=score,
+                    )
+    return slow
+
+
+def _straggler(kind: str, name: str, slow: list[Straggler]) -> Straggler:
+    """The worst of these, as what they have in common."""
+    worst = max(slow, key=lambda one: one.score)
+    ranks = tuple(one.ranks[0] for one in slow)
+    return Straggler(
+        kind=kind,
+        name=name,
+        ranks=ranks,
+        phase=worst.phase,
+        excess_s=worst.excess_s,
+        score=worst.score,
+    )
 
 
 def slowest(grid: Grid, paces: Mapping[int, Pace]) -> tuple[str, tuple[int, ...]]:
@@ -77,56 +122,32 @@ def slowest(grid: Grid, paces: Mapping[int, Pace]) -> tuple[str, tuple[int, ...]
     up while it communicates, too.
     """
     excess = {rank: sum(pace.excess_s) for rank, pace in paces.items()}
-    most, longer_s = max(excess.values()), max(pace.now_s - pace.usual_s for pace in paces.values())
-    if most < longer_s / 10:
+    most = max(excess.values())
+    if most < max(pace.now_s - pace.usual_s for pace in paces.values()) / 10:
         return "communication, since no rank's own work takes longer", ()
     ranks = tuple(rank for rank in sorted(excess) if excess[rank] >= most / 2)
-    phase = max(range(len(OWN)), key=lambda n: sum(paces[rank].excess_s[n] for rank in ranks))
-    takes = f"{OWN[phase]} takes {sum(paces[r].excess_s[phase] for r in ranks) / len(ranks):.3g} s longer"
+    by_phase = np.mean([paces[rank].excess_s for rank in ranks], axis=0)  # (phases of OWN,)
+    phase = OWN[by_phase.argmax()]
+    takes = f"{phase} takes {by_phase.max():.3g} s longer"
     nodes = {grid[rank].node for rank in ranks}
-    if phase == 0 and (len(nodes) > 1 or 2 * len(ranks) > len(paces)):
+    are_most = 2 * len(ranks) > len(paces)
+    if phase == "batch-generator" and (len(nodes) > 1 or are_most):
         return f"the shared disk, since {takes} on {len(ranks)} ranks", ()
-    if 2 * len(ranks) > len(paces):
+    if are_most:
         return f"all ranks alike, {takes}", ()
     return f"{_place(grid, ranks, nodes)}, {takes}", ranks
 
 
 def _place(grid: Grid, ranks: tuple[int, ...], nodes: set[str]) -> str:
     """What these ranks have in common: rank, stage, replica, node."""
-    where = " and ".join(sorted(nodes)[:3]) + f" and {len(nodes) - 3} more" * (len(nodes) > 3)
+    where = " and ".join(sorted(nodes)[:3])
+    if len(nodes) > 3:
+        where += f" and {len(nodes) - 3} more"
     if len(ranks) > 1 and set(ranks) == {rank for node in nodes for rank in grid.nodes[node]}:
         return f"node {where}"
-    axes = (
-        ", ".join(shared([grid[rank] for rank in ranks]))
-        .replace("pp", "stage")
-        .replace("dp", "replica")
-    )
-    who = f"rank {ranks[0]}" if len(ranks) == 1 else f"{len(ranks)} ranks from {ranks[0]} on"
+    axes = ", ".join(shared([grid[rank] for rank in ranks]))
+    axes = axes.replace("pp", "stage").replace("dp", "replica")
+    who = f"rank {ranks[0]}"
+    if len(ranks) > 1:
+        who = f"{len(ranks)} ranks from {ranks[0]} on"
     return f"{who} ({axes}) on {where}"
-
-
-def _scores(grid: Grid, seconds: Seconds, phases: tuple[str, ...], least: float) -> Slow:
-    found: Slow = {}
-    for phase in phases:
-        timed = [rank for rank, times in seconds.items() if phase in times]
-        for ranks in grouped(timed, lambda rank: grid[rank].pp).values():
-            values = np.array([seconds[rank][phase] for rank in ranks])  # (R,)
-            middle = float(np.median(values))
-            spread = max(1.4826 * float(np.median(np.abs(values - middle))), 0.01 * middle, 1e-9)
-            for rank, value in zip(ranks, values, strict=True):
-                excess, score = float(value) - middle, (float(value) - middle) / spread
-                # less than 3 % is not worth a restart
-                if (
-                    score > least
-                    and excess > 0.03 * middle
-                    and score > found.get(rank, ("", 0.0, 0.0))[2]
-                ):
-                    found[rank] = (phase, excess, score)
-    return found
-
-
-def _straggler(kind: str, name: str, ranks: list[int], slow: Slow) -> Straggler:
-    phase, excess, score = max((slow[r] for r in ranks), key=lambda s: s[2])
-    return Straggler(
-        kind=kind, name=name, ranks=tuple(ranks), phase=phase, excess_s=excess, score=score
-    )

@@ -14,6 +14,12 @@ from trilane_diagnose.stacks import Frame, Frames, patterns
 HARD = ("gone", "stopped", "locked")  # kinds of ranks that do not go on
 NO_EVIDENCE = ("unreadable", "unknown")  # kinds from which nothing is concluded
 OTHER = "other"  # axis of a group of experts, or of a sequence's parts
+# kinds of ranks by the state of their process in proc(5)
+KIND_OF_STATE = {"gone": "gone", "X": "gone", "Z": "gone", "T": "stopped", "t": "stopped"}
+P2P = ("send", "recv", "isend", "irecv", "batch_isend_irecv")
+LOCKED_SHARE = 1 / 8  # of the dumped ranks: where more hold the lock, it is a habit and no cause
+INNER = 8  # frames that show what a rank does on the host
+CALLERS = 4  # frames that show what a collective is for; further out is the training loop
 Key = tuple[tuple[str, str, int], ...]  # of frames
 
 
@@ -29,8 +35,11 @@ class Wait:
     path: Key  # the calling frames outwards, without wrappers and torch's own
 
     def __str__(self) -> str:
-        where = {"device": "for their GPUs in", "line": "for their GPUs, or compute, in"}
-        return f"{where.get(self.op, f'in {self.op}, called by')} {self.site}"
+        if self.op == "device":
+            return f"for their GPUs in {self.site}"
+        if self.op == "line":
+            return f"for their GPUs, or compute, in {self.site}"
+        return f"in {self.op}, called by {self.site}"
 
     @cached_property
     def call(self) -> Key:
@@ -39,8 +48,9 @@ class Wait:
         """
         # The root of a broadcast, and of any other operation that has one, calls it at a line of
         # its own.
-        rooted = patterns("functions")["rooted"].fullmatch(self.op)
-        return tuple((*key[:2], 0) for key in self.path) if rooted else self.path
+        if patterns("functions")["rooted"].fullmatch(self.op):
+            return tuple((function, file, 0) for function, file, _ in self.path)
+        return self.path
 
     @property
     def is_blind(self) -> bool:
@@ -50,13 +60,7 @@ class Wait:
     @property
     def p2p(self) -> bool:
         """Whether it waits for one neighbour."""
-        return self.axis in ("next", "previous") or self.op in (
-            "send",
-            "recv",
-            "isend",
-            "irecv",
-            "batch_isend_irecv",
-        )
+        return self.axis in ("next", "previous") or self.op in P2P
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,52 +89,63 @@ Conditions = dict[int, Condition]  # by rank
 
 def conditions(evidence: Evidence) -> Conditions:
     """The condition of every rank of the grid."""
-    ranks, dumped = evidence.grid.ranks, {*evidence.dumps, *evidence.recordings}
+    ranks = evidence.grid.ranks
+    dumped = {*evidence.dumps, *evidence.recordings}
     # Where fewer than half of the dumps are missing each counts against its rank; else those ranks
     # were not dumped.
-    without = "silent" if 2 * len(dumped | {*evidence.unreadable}) > len(ranks) else "unknown"
+    most_are_there = 2 * len(dumped | evidence.unreadable) > len(ranks)
+    without = "silent" if most_are_there else "unknown"
     found = {rank: _condition(rank, evidence, without) for rank in ranks}
-    stacks = Counter(c.key for c in found.values() if c.frames)
-    locked = [rank for rank, c in found.items() if c.kind == "locked"]
+    stacks = Counter(condition.key for condition in found.values() if condition.frames)
+
+    def is_crowd(count: int) -> bool:
+        return 2 * count >= stacks.total() > 1
+
+    locked = [rank for rank in ranks if found[rank].kind == "locked"]
+    are_many = len(locked) > max(1, LOCKED_SHARE * len(dumped))
     for rank in locked:
         # A thread that runs Python holds its lock for an instant: in many ranks it is no cause.
-        if 2 * stacks[found[rank].key] >= stacks.total() > 1 or len(locked) > max(
-            1, len(dumped) / 8
-        ):
+        if are_many or is_crowd(stacks[found[rank].key]):
             found[rank] = _by_stack(rank, evidence)
     # Most ranks at one line outside communication wait for their GPUs.
-    outside = [r for r, c in found.items() if c.kind == "busy" and c.frames and not c.on_host]
+    outside = []
+    for rank, condition in found.items():
+        if condition.kind == "busy" and condition.frames and not condition.on_host:
+            outside.append(rank)
     for crowd in grouped(outside, lambda rank: found[rank].key).values():
-        for rank in crowd if 2 * len(crowd) > stacks.total() > 1 else ():
-            wait, text = _wait("line", found[rank].frames, ""), "computes, or waits for its GPU"
-            found[rank] = replace(found[rank], kind="waiting", text=text, wait=wait, moves=False)
+        if not 2 * len(crowd) > stacks.total() > 1:
+            continue
+        for rank in crowd:
+            found[rank] = replace(
+                found[rank],
+                kind="waiting",
+                text="computes, or waits for its GPU",
+                wait=_wait("line", found[rank].frames, ""),
+                moves=False,
+            )
     return found
 
 
 def _condition(rank: int, evidence: Evidence, without: str) -> Condition:
     """The condition of a rank; its kind is `without` where there is no stack of it."""
-    dump, state = evidence.dumps.get(rank), evidence.grid[rank].state
+    dump = evidence.dumps.get(rank)
     frames = dump.frames if dump else ()
-    kinds = {
-        "gone": "gone",
-        "X": "gone",
-        "Z": "gone",
-        "T": "stopped",
-        "t": "stopped",
-    }  # of states in proc(5)
-    if state in kinds:
-        return Condition(
-            kind=kinds[state], text=f"the process is {kinds[state]} (state {state})", frames=frames
-        )
-    if dump is None and rank in evidence.recordings:
-        idle = evidence.recordings[rank].waiting is None
-        text = "outside any collective" if idle else "only its Flight Recorder was dumped"
-        return Condition(kind="busy" if idle else "waiting", text=text, on_host=idle)
-    if not frames and (rank in evidence.unreadable if dump is None else not dump.error):
-        return Condition(kind="unreadable", text="its dump cannot be read")
-    if dump is None:
+    state = evidence.grid[rank].state
+    if state in KIND_OF_STATE:
+        kind = KIND_OF_STATE[state]
+        return Condition(kind=kind, text=f"the process is {kind} (state {state})", frames=frames)
+    if not dump:
+        recording = evidence.recordings.get(rank)
+        if recording and recording.waiting:
+            return Condition(kind="waiting", text="only its Flight Recorder was dumped")
+        if recording:
+            return Condition(kind="busy", text="outside any collective", on_host=True)
+        if rank in evidence.unreadable:
+            return Condition(kind="unreadable", text="its dump cannot be read")
         return Condition(kind=without, text="no dump: the process has ended, or was not dumped")
-    if not frames:
+    if not dump.frames and not dump.error:
+        return Condition(kind="unreadable", text="its dump cannot be read")
+    if not dump.frames:
         return Condition(kind=without, text=f"its stack could not be taken ({dump.error})")
     if dump.holder:
         return Condition(kind="locked", text=f"its thread {dump.holder}", frames=frames)
@@ -139,65 +154,73 @@ def _condition(rank: int, evidence: Evidence, without: str) -> Condition:
 
 def _by_stack(rank: int, evidence: Evidence) -> Condition:
     """The condition by the stack alone."""
-    dump, before = evidence.dumps[rank], evidence.earlier.get(rank)
+    dump = evidence.dumps[rank]
     frames = dump.frames
-    earlier = [frame.key for frame in before.frames] if before else []
-    moves = bool(earlier) and earlier != [frame.key for frame in frames]
-    found = {table: _first_match(table, frames[:8]) for table in ("purposes", "calls", "parts")}
-    on_host = bool(found["purposes"] or found["calls"])
-    if wait := wait_of(frames):
-        return Condition(
-            kind="waiting", text=f"in {wait.op}", frames=frames, wait=wait, moves=moves
-        )
-    sleeps = ", in state D (uninterruptible)" if evidence.grid[rank].state == "D" else ""
+    before = evidence.earlier.get(rank)
+    keys = [frame.key for frame in frames]
+    moves = False
+    if before and before.frames:
+        moves = [frame.key for frame in before.frames] != keys
+    wait = wait_of(frames)
+    if wait:
+        text = f"in {wait.op}"
+        return Condition(kind="waiting", text=text, frames=frames, wait=wait, moves=moves)
+    work = _first_match("purposes", frames[:INNER]) or _first_match("calls", frames[:INNER])
+    text = work or _first_match("parts", frames[:INNER]) or "outside communication"
     # what waits for a GPU has released the GIL
-    on_host = on_host or bool(sleeps) or dump.owns_gil
-    text = next(filter(None, found.values()), "outside communication") + sleeps
+    on_host = bool(work) or dump.owns_gil
+    if evidence.grid[rank].state == "D":
+        text += ", in state D (uninterruptible)"
+        on_host = True
     return Condition(kind="busy", text=text, frames=frames, moves=moves, on_host=on_host)
 
 
 def wait_of(frames: Frames) -> Wait | None:
     """What a stack waits for; None where its innermost frame does not communicate."""
-    inside = [_communicates(f) or _is(f, "wrappers") for f in frames]
-    inner = next(
-        (i for i, f in enumerate(frames) if _communicates(f) or not inside[i]), len(frames)
-    )
-    if inner == len(frames):
+    places = range(len(frames))
+    inside = [_communicates(frame) or _is(frame, "wrappers") for frame in frames]
+    inner = next((i for i in places if _communicates(frames[i]) or not inside[i]), None)
+    if inner is None:
         return None
-    at, device = frames[inner], patterns("files")["device"]
+    at = frames[inner]
+    device = patterns("files")["device"]
     if device.search(at.file) and _is(at, "device_waits"):
-        above = [
-            f for f in frames[inner:] if not (_is(f, "wrappers") or device.search(f.file))
-        ] or [at]
-        return _wait("device", above, _first_match("axes", above[:1]))
+        callers = []
+        for frame in frames[inner:]:
+            if not (_is(frame, "wrappers") or device.search(frame.file)):
+                callers.append(frame)
+        callers = callers or [at]
+        return _wait("device", callers, _first_match("axes", callers[:1]))
     if not inside[inner]:
         return None
-    end = next((i for i in range(inner, len(frames)) if not inside[i]), len(frames))
-    called, callers = frames[inner:end], frames[end:]
-    op = next((f for f in called if _is(f, "collectives")), at)
-    p2p = [f for f in called if "p2p" in f.file]
-    # Four frames show what a collective is for; further out is the training loop.
-    axis = (
-        OTHER
-        if op.function.startswith("all_to_all")
-        else _first_match("axes", [*p2p, *callers[:4]])
-    )
-    return _wait(op.function, callers or [at], axis)
+    end = next((i for i in places[inner:] if not inside[i]), len(frames))
+    called = frames[inner:end]
+    callers = [*frames[end:]]
+    op = next((frame for frame in called if _is(frame, "collectives")), at).function
+    axis = OTHER
+    if not op.startswith("all_to_all"):
+        p2p = [frame for frame in called if "p2p" in frame.file]
+        axis = _first_match("axes", [*p2p, *callers[:CALLERS]])
+    return _wait(op, callers or [at], axis)
 
 
 def _wait(op: str, callers: Sequence[Frame], axis: str) -> Wait:
-    own = patterns("files")["torch"]
-    path = tuple(f.key for f in callers if not (_is(f, "wrappers") or own.search(f.file)))
-    return Wait(op=op, site=callers[0], axis=axis, path=path or (callers[0].key,))
+    torch = patterns("files")["torch"]
+    path = []
+    for frame in callers:
+        if not (_is(frame, "wrappers") or torch.search(frame.file)):
+            path.append(frame.key)
+    return Wait(op=op, site=callers[0], axis=axis, path=tuple(path) or (callers[0].key,))
 
 
 def _first_match(table: str, frames: Iterable[Frame]) -> str:
-    # from the innermost frame outwards
-    names = (f"{frame.function} {frame.file}" for frame in frames)
-    return next(
-        (key for name in names for key, pattern in patterns(table).items() if pattern.search(name)),
-        "",
-    )
+    """The key of the first pattern that a frame matches, from the innermost frame outwards."""
+    for frame in frames:
+        name = f"{frame.function} {frame.file}"
+        for key, pattern in patterns(table).items():
+            if pattern.search(name):
+                return key
+    return ""
 
 
 def _is(frame: Frame, kind: str) -> bool:
@@ -205,5 +228,6 @@ def _is(frame: Frame, kind: str) -> bool:
 
 
 def _communicates(frame: Frame) -> bool:
-    known = patterns("files")["communication"].search(frame.file)
-    return bool(known) or (_is(frame, "collectives") and "distributed" in frame.file)
+    if patterns("files")["communication"].search(frame.file):
+        return True
+    return _is(frame, "collectives") and "distributed" in frame.file

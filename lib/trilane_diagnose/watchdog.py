@@ -8,6 +8,7 @@ stacks, and decides, or another's, a little later.
 
 import contextlib
 import functools
+import math
 import os
 import platform
 import signal
@@ -36,6 +37,8 @@ from trilane_diagnose.capture import OTHERS_S, capture, capture_here, hosts_in
 from trilane_diagnose.hang import diagnose_hang
 from trilane_diagnose.stragglers import slowest
 
+LOOK_S = 5.0  # between two looks at the shared disk for requests
+
 
 class HangMonitor:
     """Monitors the run of `plan` in `folder`, on the node whose first rank is `first`, from this
@@ -43,15 +46,24 @@ class HangMonitor:
     """
 
     def __init__(self, folder: Path, plan: Plan, env: Mapping[str, str], first: int = 0) -> None:
-        self._folder, self._plan, self._env, self._first = folder, plan, env, first
-        self._begin, self._timeout_s = time.monotonic(), plan.run.hang_timeout_s
-        for report in read_reports(folder) if first == 0 else []:
-            if report.start != start_id(env):  # of a node that the run may no longer have
-                (folder / "ranks/nodes" / f"{report.first}.json").unlink(missing_ok=True)
+        self._folder = folder
+        self._plan = plan
+        self._first = first
+        self._start = start_id(env)
+        self._env = env
+        self._begin = time.monotonic()
+        self._timeout_s = plan.run.hang_timeout_s
         self.stall = Stall(folder, env, self._timeout_s)
         self._exited: dict[int, Heartbeat] = {}
-        self._slowness, self._is_late = Slowness(folder, plan, env) if first == 0 else None, False
-        self._at_exit: Path | None = None  # the stacks that were dumped when the first rank exited
+        self._stacks_at_exit: Path | None = None  # dumped when the first rank exited
+        self._is_late = False
+        self._slowness: Slowness | None = None
+        if first == 0:
+            self._slowness = Slowness(folder, plan, env)
+            for report in read_reports(folder):
+                if report.start != self._start:  # of a node that the run may no longer have
+                    path = folder / "ranks/nodes" / f"{report.first}.json"
+                    path.unlink(missing_ok=True)
 
     @property
     def iteration(self) -> int:
@@ -65,22 +77,21 @@ class HangMonitor:
         """
         if self._timeout_s <= 0:
             return
-        known, exits = len(self.stall.own), len(self._exited)
+        ranks = len(self.stall.own)
+        exits = len(self._exited)
         self.stall.look()
-        self._exited |= {
-            r: b for r, b in self.stall.own.items() if b.has_exited and r not in self._exited
-        }
-        if len(self.stall.own) > known or len(self._exited) > exits:
+        for rank, beat in self.stall.own.items():
+            if beat.has_exited:
+                self._exited.setdefault(rank, beat)
+        if len(self.stall.own) > ranks or len(self._exited) > exits:
             self.report()
-        if len(self._exited) > exits == 0 and not is_asked:
-            with contextlib.suppress(
-                OSError
-            ):  # where the others are before they fail or wait for ever
-                self._at_exit = capture(self._folder, self._plan)
-        # where stacks are asked for another node is deciding: this one waits, unless it has rank 0
-        if (self._first == 0 or not is_asked) and self.stall.is_stalled(
-            patience_s(self._first, self._plan)
-        ):
+        if self._exited and not exits and not is_asked:
+            # where the others are before they fail or wait for ever
+            with contextlib.suppress(OSError):
+                self._stacks_at_exit = capture(self._folder, self._plan)
+        if self._first != 0 and is_asked:
+            return  # another node is deciding
+        if self.stall.is_stalled(patience_s(self._first, self._plan)):
             raise Hang(self.hang_status())
 
     def news(self) -> str:
@@ -91,23 +102,17 @@ class HangMonitor:
         if is_late and not self._is_late:
             self.report()  # the node of rank 0 compares the ranks of all
         self._is_late = is_late
-        try:
-            return (
-                self._slowness.news(self.stall.own, start_id(self._env)) if self._slowness else ""
-            )
-        except (OSError, ValueError):  # a full disk
-            return ""
+        if self._slowness:
+            with contextlib.suppress(OSError, ValueError):  # a full disk
+                return self._slowness.news(self.stall.own, self._start)
+        return ""
 
     def report(self) -> None:
         """Write this node's report; not where the disk is full."""
-        ranks, start = (
-            tuple(beat for _, beat in sorted(self.stall.own.items())),
-            start_id(self._env),
-        )
+        ranks = tuple(self.stall.own[rank] for rank in sorted(self.stall.own))
+        report = NodeReport(first=self._first, host=platform.node(), start=self._start, ranks=ranks)
         with contextlib.suppress(OSError):
-            NodeReport(first=self._first, host=platform.node(), start=start, ranks=ranks).write(
-                self._folder
-            )
+            report.write(self._folder)
 
     def close(self) -> None:
         """Write the last report, and remove what the ranks wrote on this node."""
@@ -120,26 +125,27 @@ class HangMonitor:
         """Dump the ranks' stacks and diagnose them; the status with the rank that stands still and
         the verdict.
         """
-        rank, where, others, answered = None, "", list[NodeReport](), set[str]()
+        rank = None
+        where = ""
+        others: list[NodeReport] = []
+        answered: set[str] = set()
         try:
             stacks = capture(self._folder, self._plan)
             answered = hosts_in(stacks)
-            others = [
-                r
-                for r in read_reports(self._folder)
-                if r.start == start_id(self._env) and r.first != self._first
-            ]
-            if self._at_exit and not any(
-                stacks.glob("rank_*")
-            ):  # the launcher has ended all ranks since one exited
-                stacks = self._at_exit
+            for report in read_reports(self._folder):
+                if report.start == self._start and report.first != self._first:
+                    others.append(report)
+            # the launcher has ended all ranks since one exited
+            if self._stacks_at_exit and not any(stacks.glob("rank_*")):
+                stacks = self._stacks_at_exit
             where = f" (stacks in {stacks.relative_to(self._folder)})"
             verdict = diagnose_hang(stacks)
-            explanation, rank = verdict.paragraph, verdict.first
+            explanation = verdict.paragraph
+            rank = verdict.first
         except (ValueError, OSError) as error:  # a full disk
             explanation = f"no verdict: {error}"
-        why = self.stall.cause(self._plan.topology.gpus, others, answered)
-        evidence = f"{why}. {explanation}"[:2000] + where
+        cause = self.stall.cause(self._plan.topology.gpus, others, answered)
+        evidence = f"{cause}. {explanation}"[:2000] + where
         seconds = round(time.monotonic() - self._begin, 3)
         return RunStatus(
             status=Status.HANG, evidence=evidence, rank=rank, exit_code=1, seconds=seconds
@@ -149,11 +155,12 @@ class HangMonitor:
         """The outcome, attributed to a rank that exited without an error before the others failed
         for lack of it.
         """
-        exited = [beat for rank, beat in self._exited.items() if rank not in failed]
-        if outcome.status is not Status.CRASHED or not exited:
-            return outcome
-        evidence = f"{exited[0]}, exited without an error; then {outcome.evidence}"
-        return replace(outcome, evidence=evidence, rank=exited[0].rank)
+        if outcome.status is Status.CRASHED:
+            for rank, beat in self._exited.items():
+                if rank not in failed:
+                    evidence = f"{beat}, exited without an error; then {outcome.evidence}"
+                    return replace(outcome, evidence=evidence, rank=rank)
+        return outcome
 
     def kill_ranks(self, last: int) -> None:
         """SIGKILL this node's; `last` comes last, which ends this process."""
@@ -172,88 +179,89 @@ class Slowness:
     """
 
     def __init__(self, folder: Path, plan: Plan, env: Mapping[str, str]) -> None:
-        self._folder, self._plan, self._env = folder, plan, env
-        self._is_slow, self._seen = False, 0
+        self._folder = folder
+        self._plan = plan
+        self._env = env
+        self._is_slow = False
+        self._seen = 0
         self._cancel()  # of an attempt that ended before it saw it
 
     def news(self, own: Mapping[int, Heartbeat], start: str) -> str:
         """A line about the run in whose start the ranks of this node, with rank 0, are as in `own`;
         "" without news.
         """
+        if 0 not in own:
+            return ""
         # all ranks are late in the same iterations; the count of one may begin again, where other
         # work disturbs it
-        first = (
-            sorted(own.values(), key=lambda beat: beat.pace.late)[len(own) // 2]
-            if 0 in own
-            else None
-        )
-        late = first.pace.late if first else 0
-        if not first or (late == self._seen):
+        usual = sorted(own.values(), key=lambda beat: beat.pace.late)[len(own) // 2]
+        late = usual.pace.late
+        if late == self._seen:
             return ""
         self._seen = late
         if self._is_slow and not late:
             self._is_slow = False
             self._cancel()
-            pace.note(self._folder, first.step, "")
-            return f"as fast as usual again, since iteration {first.step}"
-        if (
-            late < LATE
-            or self._is_slow
-            or first.pace.now_s <= self._expected_s * first.pace.samples
-        ):
+            pace.note(self._folder, usual.step, "")
+            return f"as fast as usual again, since iteration {usual.step}"
+        if self._is_slow or late < LATE:
             return ""
-        return self._found(first, own, start)
+        if usual.pace.now_s <= self._expected_s * usual.pace.samples:
+            return ""
+        return self._place(usual, own, start)
 
     def _cancel(self) -> None:
         """Take back the request to start again on other nodes."""
         if read_text(self._folder / "save", 100) == RESTART:
             (self._folder / "save").unlink(missing_ok=True)
 
-    def _found(self, first: Heartbeat, own: Mapping[int, Heartbeat], start: str) -> str:
+    def _place(self, usual: Heartbeat, own: Mapping[int, Heartbeat], start: str) -> str:
         """The line that names the place, recorded; "" while it is not known."""
-        reports = [report for report in read_reports(self._folder) if report.start == start]
-        beats = {beat.rank: beat for report in reports for beat in report.ranks} | dict(own)
-        late = {
-            rank: b.pace
-            for rank, b in beats.items()
-            if b.pace.late and rank < self._plan.topology.gpus
-        }
-        hosts = {rank: beat.host for rank, beat in beats.items()}
-        t = self._plan.topology
+        beats: dict[int, Heartbeat] = {}
+        for report in read_reports(self._folder):
+            if report.start == start:
+                beats |= {beat.rank: beat for beat in report.ranks}
+        beats |= own
+        topology = self._plan.topology
+        paces = {}
+        for rank, beat in beats.items():
+            if beat.pace.late and rank < topology.gpus:
+                paces[rank] = beat.pace
         # every node reports when it is half as late; one that did not, two iterations later, is
         # left out
-        if len(late) < t.gpus and first.pace.late < LATE + 2:
+        if len(paces) < topology.gpus and usual.pace.late < LATE + 2:
             return ""
-        width = min(self._plan.cluster.gpus_per_node, t.gpus)
-        grid = rank_grid.regular(t.tp, t.pp, t.dp * t.cp, width)
-        grid = replace(
-            grid, places=tuple(replace(p, node=hosts.get(p.rank, p.node)) for p in grid.places)
-        )
-        words, ranks = slowest(grid, late)
-        if len({*hosts.values()}) == 1 and not ranks and not words.startswith("the shared disk"):
+        hosts = {rank: beat.host for rank, beat in beats.items()}
+        width = min(self._plan.cluster.gpus_per_node, topology.gpus)
+        grid = rank_grid.regular(topology.tp, topology.pp, topology.dp * topology.cp, width)
+        places = [replace(place, node=hosts.get(place.rank, place.node)) for place in grid.places]
+        words, ranks = slowest(replace(grid, places=tuple(places)), paces)
+        is_one_machine = len({*hosts.values()}) == 1
+        if is_one_machine and not ranks and not words.startswith("the shared disk"):
             return ""  # a machine's other work slows all ranks; the nodes of a job do no other
-        self._is_slow, usual = True, first.pace
-        text = f"SLOW since iteration {max(1, first.step - usual.late)}: {words}; "
-        text += (
-            f"{usual.now_s / usual.usual_s:.1f} times its usual {usual.usual_s:.3g} s an iteration"
-        )
-        nodes = tuple(sorted({hosts[rank] for rank in ranks} if len({*hosts.values()}) > 1 else ()))
+        self._is_slow = True
+        since = max(1, usual.step - usual.pace.late)
+        times = usual.pace.now_s / usual.pace.usual_s
+        line = f"SLOW since iteration {since}: {words}; {times:.1f} times its usual"
+        line += f" {usual.pace.usual_s:.3g} s an iteration"
+        nodes: tuple[str, ...] = ()
+        if not is_one_machine:
+            nodes = tuple(sorted({hosts[rank] for rank in ranks}))
         if nodes and len(nodes) <= self._spares():
             replace_text(self._folder / "save", RESTART)
-            text += "; at its next save its nodes are tested, and it starts again on a spare"
+            line += "; at its next save its nodes are tested, and it starts again on a spare"
         elif nodes:
-            text += f"; no spare is left: submit it again with --exclude={','.join(nodes)}"
-        pace.note(self._folder, first.step, text, nodes)
-        return text
+            line += f"; no spare is left: submit it again with --exclude={','.join(nodes)}"
+        pace.note(self._folder, usual.step, line, nodes)
+        return line
 
     @functools.cached_property
     def _expected_s(self) -> float:
         """The upper end of the plan's interval for an iteration, by the sample; 0 where nothing is
         predicted.
         """
-        from trilane.costmodel.predict import (
-            predict,
-        )  # numpy and all shipped rows: only where a run is late
+        # numpy and all shipped rows: only where a run is late
+        from trilane.costmodel.predict import predict
 
         try:
             return predict(self._plan).sec_hi / self._plan.topology.gbs
@@ -264,17 +272,13 @@ class Slowness:
         """Nodes of the job that neither train nor are left out, by its environment and the ledger's
         last choice.
         """
-        chosen = [
-            e
-            for e in json_lines(read_text(self._folder / "jobs.jsonl"))
-            if e.get("event") == "nodes"
-        ]
-        job_nodes = self._env.get("SLURM_JOB_NUM_NODES", "0")
-        if not chosen or not job_nodes.isdigit():
+        events = json_lines(read_text(self._folder / "jobs.jsonl"))
+        choices = [event for event in events if event.get("event") == "nodes"]
+        job_nodes = self._env.get("SLURM_JOB_NUM_NODES", "")
+        if not choices or not job_nodes.isdigit():
             return 0
-        return int(job_nodes) - sum(
-            len(chosen[-1].get(name) or ()) for name in ("chosen", "left_out")
-        )
+        taken = [*(choices[-1].get("chosen") or ()), *(choices[-1].get("left_out") or ())]
+        return int(job_nodes) - len(taken)
 
 
 def watch_node(folder: Path, parent: int, first: int) -> None:
@@ -292,25 +296,29 @@ def watch_node(folder: Path, parent: int, first: int) -> None:
             os._exit(0)
 
     signal.signal(signal.SIGTERM, end)
-    signal.pthread_sigmask(
-        signal.SIG_UNBLOCK, {signal.SIGTERM}
-    )  # which ranks block, and their children with them
-    before, known = known_status(folder), _names(folder)
-    asked_at = look_at = -1e9
+    # which ranks block, and their children with them
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
+    before = known_status(folder)
+    answered = _requests(folder)
+    asked_at = -math.inf
+    look_at = -math.inf
     while os.getppid() == parent:
         if monitor.stall.is_stalled() or time.monotonic() >= look_at:
-            look_at = time.monotonic() + 5.0
-            for name in sorted(_names(folder) - known):  # each is a request to every node
-                known, asked_at = known | {name}, time.monotonic()
-                _answer(monitor, folder, name)
+            look_at = time.monotonic() + LOOK_S
+            for name in sorted(_requests(folder) - answered):
+                answered.add(name)
+                asked_at = time.monotonic()
+                _answer(monitor, folder / "stacks" / name)
         is_asked = time.monotonic() - asked_at < 2 * OTHERS_S
-        written = known_status(folder) if is_asked else None
-        if _hangs(monitor, folder, is_asked) or (
-            written and written != before and written.status is Status.HANG
-        ):
+        has_ended = _hangs(monitor, folder, is_asked)
+        if is_asked and not has_ended:
+            written = known_status(folder)
+            has_ended = written != before and bool(written and written.status is Status.HANG)
+        if has_ended:
             monitor.kill_ranks(parent)
             break
-        if news := monitor.news():
+        news = monitor.news()
+        if news:
             print(f"trilane: {news}", flush=True)
         time.sleep(0.5)
     monitor.close()
@@ -320,23 +328,26 @@ def patience_s(first: int, plan: Plan) -> float:
     """How much later than the node of rank 0 the one of rank `first` decides: 45 s, and not all at
     once.
     """
-    further = first // min(plan.cluster.gpus_per_node, plan.topology.gpus)
+    node = first // min(plan.cluster.gpus_per_node, plan.topology.gpus)
+    if node == 0:
+        return 0.0
     unit = min(15.0, max(0.5, plan.run.hang_timeout_s / 10))  # less for the short timeout of a test
-    return unit * min(3 + (further - 1) / 3, 4) if further else 0.0
+    return unit * min(3 + (node - 1) / 3, 4)
 
 
-def _names(folder: Path) -> set[str]:
+def _requests(folder: Path) -> set[str]:
+    """The folders of stacks, each of which is a request to every node."""
     with contextlib.suppress(OSError):
         return set(os.listdir(folder / "stacks"))
     return set()
 
 
-def _answer(monitor: HangMonitor, folder: Path, name: str) -> None:
+def _answer(monitor: HangMonitor, stacks: Path) -> None:
     """Write this node's report and stacks, unless it has asked itself."""
     with contextlib.suppress(OSError):
-        if platform.node() not in hosts_in(folder / "stacks" / name):
+        if platform.node() not in hosts_in(stacks):
             monitor.report()
-            capture_here(folder, folder / "stacks" / name)
+            capture_here(stacks.parents[1], stacks)
 
 
 def _hangs(monitor: HangMonitor, folder: Path, is_asked: bool) -> bool:

@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 
 from trilane.cli.app import main
-from trilane_diagnose.stacks import last_calls
 
 LOOP = " --- modulename: training, funcname: train\ntraining.py(851):     loss = train_step(\n"
 STUCK = " --- modulename: distributed_c10d, funcname: broadcast\ndistributed_c10d.py(1191):         work.wait()\n"
@@ -32,20 +31,3 @@ def test_the_last_call_of_each_rank_comes_from_the_tail_the_rarest_first(
         "broadcast (distributed_c10d)",
         "distributed_c10d.py:1191  work.wait()",
     )
-
-
-LOOPS = "data.py(7):     i += 1\n" * 20_000  # that call nothing
-
-
-@pytest.mark.parametrize(
-    ("rest", "line"),
-    [
-        (LOOPS, "data.py:7  i += 1"),
-        ("distributed_c10d.py(11", "distributed_c10d.py:1191  work.wait()"),
-    ],
-    ids=["a loop", "cut within a line"],
-)
-def test_a_last_call_is_found_before_what_follows(rest: str, line: str, tmp_path: Path) -> None:
-    (tmp_path / "rank_0.txt").write_text(STUCK + rest)
-    (place,) = last_calls(tmp_path).groups
-    assert place == {"function": "broadcast (distributed_c10d)", "line": line, "ranks": ["0"]}

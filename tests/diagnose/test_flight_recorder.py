@@ -53,66 +53,56 @@ def sure(verdict: Verdict) -> tuple[int, ...]:
 
 
 SUM = [call("1", 1), call("1", 2, state="started")]
-LATE = {rank: SUM[: 1 if rank == 5 else 2] for rank in DP}  # all but rank 5 entered the second sum
-SCENES: dict[
-    str, tuple[dict[int, Calls], Any, tuple[int, ...]]
-] = {  # recordings, groups, who is named
+LATE = {rank: SUM for rank in DP} | {5: SUM[:1]}  # all but rank 5 entered the second sum
+# megatron-core's default, batch_p2p_comm=True: rank 1 of 4 stages received, and sent nothing on
+NEVER_SENT = {
+    0: batch(1, "completed", "send 0->1"),
+    1: batch(1, "completed", "recv 1<-0"),
+    2: batch(1, "completed", "recv 2<-1") + batch(2, "started", "send 2->3", "recv 2<-1"),
+    3: batch(1, "completed", "recv 3<-2") + batch(2, "started", "recv 3<-2"),
+}
+# TP 2 x DP 2: rank 1 never entered its sum over "2", but five over "3", which is its own number 2
+NUMBERED = {
+    0: [],
+    1: [call("3", n) for n in range(1, 6)],
+    2: [],
+    3: [call("2", 1, "reduce_scatter", "started")],
+}
+NAMES = [
+    {"0": DP[:4]},
+    {"0": DP[:4], "2": [1, 3], "3": [0, 1]},
+    {"0": DP[:4], "2": [1, 3], "3": [2, 3]},
+    {"0": DP[:4], "2": [1, 3], "3": [2, 3]},
+]
+AHEAD = [call("1", 9, "broadcast"), call("1", 10, state="started")]
+ROOT = {rank: [call("1", 9, "broadcast", "started")] for rank in DP} | {0: AHEAD}
+PAIR = {0: batch(1, "started", "send 0->1"), 1: batch(1, "started", "recv 1<-0")}
+
+
+def sized(op: str, sizes: dict[int, int]) -> dict[int, Calls]:
+    """A started call of each rank, with sizes."""
+    return {r: [call("1", 8, op, "started", sizes=[[size]])] for r, size in sizes.items()}
+
+
+SCENES: dict[str, tuple[dict[int, Calls], Any, tuple[int, ...]]] = {
+    # recordings, groups, who is named
     "a rank that never entered a sum": (LATE, {"1": DP}, (5,)),
-    "and not one of whom there is no dump": (
-        {r: c for r, c in LATE.items() if r != 7},
-        {"1": DP},
-        (5,),
-    ),
-    # megatron-core's default, batch_p2p_comm=True: rank 1 of 4 stages received, and sent nothing on
-    "a stage that never sent": (
-        {
-            0: batch(1, "completed", "send 0->1"),
-            1: batch(1, "completed", "recv 1<-0"),
-            2: [
-                *batch(1, "completed", "recv 2<-1"),
-                *batch(2, "started", "send 2->3", "recv 2<-1"),
-            ],
-            3: [*batch(1, "completed", "recv 3<-2"), *batch(2, "started", "recv 3<-2")],
-        },
-        {"7": [0, 1, 2, 3]},
-        (1,),
-    ),
-    # TP 2 x DP 2: rank 1 never entered its sum over "2", but five over "3", which is its own number
-    # 2
-    "a group is its name and not its number on this rank": (
-        {
-            0: [],
-            1: [call("3", n) for n in range(1, 6)],
-            2: [],
-            3: [call("2", 1, "reduce_scatter", "started")],
-        },
-        [{"0": DP[:4]}, {"0": DP[:4], "2": [1, 3], "3": [0, 1]}]
-        + [{"0": DP[:4], "2": [1, 3], "3": [2, 3]}] * 2,
-        (1,),
-    ),
+    "a stage that never sent": (NEVER_SENT, {"7": [0, 1, 2, 3]}, (1,)),
+    "a group is its name and not its number on this rank": (NUMBERED, NAMES, (1,)),
     "ranks outside any collective that hold up nobody": (
-        {r: [call("1", 1)] for r in DP},
+        {rank: [call("1", 1)] for rank in DP},
         {"1": DP},
         (),
     ),
-    "a root that has gone on": (
-        {r: [call("1", 9, "broadcast", "started")] for r in DP}
-        | {0: [call("1", 9, "broadcast"), call("1", 10, state="started")]},
-        {"1": DP},
-        (),
-    ),
-    "a send and its receive": (
-        {r: batch(1, "started", op) for r, op in enumerate(("send 0->1", "recv 1<-0"))},
-        {"7": [0, 1]},
-        (),
-    ),
+    "a root that has gone on": (ROOT, {"1": DP}, ()),
+    "a send and its receive": (PAIR, {"7": [0, 1]}, ()),
     "sizes that each rank may choose": (
-        {r: [call("1", 8, "all_gather", "started", sizes=[[100 + r]])] for r in DP},
+        sized("all_gather", {rank: 100 + rank for rank in DP}),
         {"1": DP},
         (),
     ),
     "other sizes of a sum": (
-        {r: [call("1", 8, state="started", sizes=[[100 + (r == 2)]])] for r in DP},
+        sized("all_reduce", {rank: 101 if rank == 2 else 100 for rank in DP}),
         {"1": DP},
         (2,),
     ),
@@ -127,33 +117,17 @@ def test_who_is_late_is_named_and_no_other(name: str, tmp_path: Path) -> None:
     assert named or OPEN in verdict.paragraph
 
 
-def test_who_entered_the_call_is_not_waited_for(tmp_path: Path) -> None:
-    edges = judged(tmp_path, LATE, {"1": DP}).edges
-    assert {rank: targets for rank, targets in edges.items() if targets} == {
-        rank: {5} for rank in DP if rank != 5
-    }
-
-
-def test_a_send_after_a_collective_does_not_take_its_rank_back() -> None:
-    """Nor do tuples of any length hinder a pickle from being read."""
-    calls = [call("1", 3, sizes=((1, 2, 3, 4), ())), call("1", 1, "send 0->1", p2p=True)]
-    found = read_recording(recording(calls, {"1": DP}))
-    assert found.entered == {"1": 3} and "[[1, 2, 3, 4], []]" in found.calls[0].kind
-
-
 @pytest.mark.parametrize("cut", [True, False])
 def test_of_ranks_without_a_dump_nothing_is_concluded_but_that_it_is_one_of_them(
     cut: bool, tmp_path: Path
 ) -> None:
     judged(tmp_path, LATE, {"1": DP})
-    (tmp_path / "trace").write_bytes((tmp_path / "nccl_trace_rank_1").read_bytes())
     for path in [tmp_path / f"nccl_trace_rank_{rank}" for rank in (0, 2, 4, 5, 6)]:
         path.write_bytes(path.read_bytes()[:200]) if cut else path.unlink()
     verdict = diagnose_hang(tmp_path)
     assert (
-        verdict.suspects == () and verdict.exclude == "" and "ranks 0, 2, 4-6 " in verdict.to_text()
+        verdict.suspects == () and verdict.exclude == "" and "ranks 0, 2, 4-6 " in verdict.summary()
     )
-    assert "trace: the name holds no rank; ignored" in verdict.notes
 
 
 def test_a_send_names_its_peer_by_its_place_in_the_group(tmp_path: Path) -> None:
@@ -181,27 +155,6 @@ def test_a_call_that_has_not_completed_is_waited_for(
     values = json.loads(recording([call("1", 1, state=state)], {"1": DP}, as_json=True))
     values["entries"][0] |= {"retired": retired, "profiling_name": f"{backend}:all_reduce"}
     assert (read_recording(json.dumps(values).encode()).waiting is not None) is waits
-
-
-def test_of_a_rank_without_entries_it_is_unknown_how_far_it_is_where_its_status_counts_some(
-    tmp_path: Path,
-) -> None:
-    """torch may dump the calls alone that have not ended; of none the JSON has no list, and its
-    counts are text.
-    """
-
-    def counted(rank: int, values: Any) -> Any:
-        values["pg_status"]["0"]["last_enqueued_collective"] = "2"
-        return (
-            values
-            if values["entries"]
-            else {name: values[name] for name in values if name != "entries"}
-        )
-
-    made = {rank: [] if rank == 5 else SUM[1:] for rank in DP}
-    assert judged(tmp_path, made, {"1": DP}).suspects == (5,)
-    verdict = judged(tmp_path, made, {"1": DP}, counted)
-    assert verdict.suspects == () or OPEN in verdict.reasons[5]
 
 
 class Evil:

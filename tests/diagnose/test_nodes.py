@@ -2,7 +2,6 @@
 
 import math
 import os
-import re
 import socket
 from collections.abc import Iterable
 from pathlib import Path
@@ -12,8 +11,6 @@ import torch
 from slurm_cluster import Commands
 
 from trilane.workspace import ledger
-from trilane.workspace.status import read_status
-from trilane.workspace.study import load_cluster
 from trilane_diagnose import node_test, nodes
 from trilane_diagnose.node_test import Findings, Result
 from trilane_engine.bench import node_test as gpu_health
@@ -51,22 +48,6 @@ def test_what_is_slow_or_broken_is_found_by_the_other_nodes(
 ) -> None:
     found = judged(names, speeds)
     assert ("".join(found.broken), "".join(found.slow)) == (broken, slow)
-
-
-def test_what_all_nodes_lack_of_the_cluster_file_is_refused_without_a_requeue(
-    tmp_path: Path, commands: Commands
-) -> None:
-    cluster = load_cluster("juwels-booster")
-    assert not node_test.far_below({"matmul FLOP/s": 2e14}, cluster, 4)
-    refused = node_test.far_below({"matmul FLOP/s": 2e13}, cluster, 4)
-    assert re.match(r"all nodes: matmul FLOP/s 2e\+13, the cluster file has 3.12e\+14", refused)
-    commands.say(
-        "scontrol", 'case $* in *hostnames*) printf "n1\\nn2\\n";; *requeue*) exit 9;; esac'
-    )
-    env = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-2]"}
-    with pytest.raises(ValueError, match="all nodes: matmul"):
-        nodes.start_nodes(tmp_path, 2, lambda _: Findings(refused=refused), env)
-    assert "matmul" in read_status(tmp_path).evidence
 
 
 def test_a_node_that_may_fail_is_left_out_before_the_others_and_a_slow_one_before_it() -> None:

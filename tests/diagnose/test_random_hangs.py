@@ -92,4 +92,4 @@ def test_the_ranks_that_stopped_are_named_and_no_other(
     assert named <= guilty, verdict.paragraph
     excluded = {*verdict.exclude.removeprefix("--exclude=").split(",")} - {""}
     assert excluded <= {hosts[r // width] for r in guilty}, verdict.paragraph
-    assert named or OPEN in verdict.to_text() or kind == "another call"
+    assert named or OPEN in verdict.summary() or kind == "another call"

@@ -174,7 +174,7 @@ def training_text(group: Sequence[RunLog], curve: Curve, continuity: Any) -> str
             events = [f"  {CALM}"]
         else:
             events = [f"  cannot be judged: {numbers} lines have a loss or norm above 0"]
-    lines += [*events, *(f"  {line}" for line in continuity.lines())]
+    lines += [*events, *(f"  {line}" for line in continuity.summary().splitlines())]
     for log in group:
         lines += [f"  problem of {log.source.name}: {problem}" for problem in log.problems]
     return "\n".join(lines)

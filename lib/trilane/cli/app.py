@@ -89,8 +89,8 @@ class Answer:
 
     @classmethod
     def of(cls, found: Any, failed: object = False) -> "Answer":
-        """The answer of what has to_json() and to_text(); exit code 1 where it `failed`."""
-        return cls(found.to_json(), found.to_text(), int(bool(failed)))
+        """The answer of what has to_json() and summary(); exit code 1 where it `failed`."""
+        return cls(found.to_json(), found.summary(), int(bool(failed)))
 
     @classmethod
     def lines(cls, name: str, text: str) -> "Answer":
