@@ -11,7 +11,11 @@ from trilane.config.cluster import Cluster
 from trilane.config.engines import sums_in_fp32
 from trilane.config.model import ModelShape
 from trilane.config.parallelism import CHOICES, Topology
+from trilane.costmodel.constants import Constants
 
+FP32 = CHOICES["precision"].index("fp32")
+FP8 = CHOICES["precision"].index("fp8")
+NONE, SELECTIVE, FULL, OPERATORS, BLOCK = range(5)  # places of CHOICES["recompute"]
 Number = Any  # a float or a numpy array; arrays in one Columns broadcast against each other
 
 
@@ -77,7 +81,7 @@ class Columns:
     @property
     def value_bytes(self) -> Number:
         """Bytes of a weight or an activation."""
-        return 2 + 2 * np.equal(self.precision, 0)
+        return 2 + 2 * (self.precision == FP32)
 
     @property
     def microbatches(self) -> Number:
@@ -96,19 +100,19 @@ class Columns:
     @property
     def sharded(self) -> Number:
         """Ranks among which ZeRO divides states: all replicas, or the group of hybrid sharding."""
-        return np.where(np.greater(self.shards, 0), self.shards, self.replicas)
+        return np.where(self.shards > 0, self.shards, self.replicas)
 
     @property
     def recomputed(self) -> Number:
         """Share of a stage's layers that are computed again as a whole, that of a stage in the
         middle.
         """
+        is_full = self.recompute == FULL
         if not np.any(self.recompute_layers):
-            return np.equal(self.recompute, 2)
-        block = np.minimum(
-            self.recompute_layers * self.interleaving / np.maximum(self.stage_layers[1], 1), 1
-        )
-        return np.where(np.equal(self.recompute, 4), block, np.equal(self.recompute, 2))
+            return is_full
+        layers = self.recompute_layers * self.interleaving
+        block = np.minimum(layers / np.maximum(self.stage_layers[1], 1), 1)
+        return np.where(self.recompute == BLOCK, block, is_full)
 
     @property
     def tokens(self) -> Number:
@@ -134,7 +138,9 @@ class Columns:
         With fewer heads of keys than ranks megatron-core 0.16.1 cuts their rows too, and gathers
         what they make.
         """
-        h, f, t = self.hidden, self.ffn, self.tp
+        h = self.hidden
+        f = self.ffn
+        t = self.tp
         return (
             ((h + 2 * self.kv_heads * self.head_dim) / t, h),
             (h, h / t),
@@ -153,8 +159,7 @@ class Columns:
         row-parallel matrices.
         """
         qkv, _, mlp, _ = (outputs for outputs, _ in self.matrices)
-        every = np.equal(self.biases, 2)
-        biases = np.greater(self.biases, 0) * qkv + every * (mlp + 2 * self.hidden)
+        biases = (self.biases > 0) * qkv + (self.biases == 2) * (mlp + 2 * self.hidden)
         return self.layer_weights + biases + 2 * self.norm_values
 
     @property
@@ -171,15 +176,14 @@ class Columns:
         chronicles, 'Re-do'). A first or last stage with a number of its own stands apart, and the
         others share the rest.
         """
-        own_first, own_last = self.first_stage_layers, self.last_stage_layers
+        own_first = self.first_stage_layers
+        own_last = self.last_stage_layers
         units = self.layers + 2 * self.partition - own_first - own_last
-        others = self.pp - np.greater(own_first, 0) - np.greater(own_last, 0)
+        others = self.pp - 1 * (own_first > 0) - (own_last > 0)
         each = np.ceil(units / np.maximum(others, 1))
-        first = np.where(
-            np.greater(own_first, 0), own_first, np.minimum(each, units) - self.partition
-        )
+        first = np.where(own_first > 0, own_first, np.minimum(each, units) - self.partition)
         rest = np.maximum(units - each * (others - 1) - self.partition, 0)
-        last = np.where(np.greater(own_last, 0), own_last, rest)
+        last = np.where(own_last > 0, own_last, rest)
         alone = self.pp == 1
         return np.where(alone, self.layers, first), each, np.where(alone, self.layers, last)
 
@@ -191,29 +195,29 @@ class Columns:
         Stage 3: h^2, as Hugging Face's Trainer fills in "auto" (its page on DeepSpeed).
         """
         # the default of reduce_bucket_size, in values (DeepSpeed's configuration page)
-        library, h2 = 500_000_000, self.hidden * self.hidden
-        fitted = np.where(
-            np.equal(self.zero, 3), h2, np.minimum(library, self.layer_weights * self.tp)
-        )
-        return np.where(np.equal(self.buckets, 1), library, fitted)
+        library = 500_000_000
+        layer = np.minimum(library, self.layer_weights * self.tp)
+        fitted = np.where(self.zero == 3, self.hidden * self.hidden, layer)
+        return np.where(self.buckets == 1, library, fitted)
+
+    @property
+    def numbers(self) -> dict[str, Number]:
+        """The fields by their names."""
+        return {f.name: getattr(self, f.name) for f in fields(self)}
 
     def take(self, index: Any) -> "Columns":
         """The chosen rows; what is the same for all rows stays a number."""
-        return Columns(
-            **{f.name: v[index] if np.ndim(v := getattr(self, f.name)) else v for f in fields(self)}
-        )
+        chosen = {name: v[index] if np.ndim(v) else v for name, v in self.numbers.items()}
+        return Columns(**chosen)
 
 
 def columns_of(shape: ModelShape, topology: Topology, engine: str = "") -> Columns:
     """One plan as Columns of numbers; `engine` "" is Megatron-DeepSpeed as the documents used it."""
-    t = topology
-    numbers = {
-        name: number_of(name, getattr(t, name))
-        for name in Columns.__dataclass_fields__.keys() & vars(t)
-    }
+    names = Columns.__dataclass_fields__.keys() & vars(topology)
+    numbers = {name: number_of(name, getattr(topology, name)) for name in names}
     if engine:
-        numbers["fp32_gradients"] = int(sums_in_fp32(engine, t))
-    elif t.zero == 3:
+        numbers["fp32_gradients"] = int(sums_in_fp32(engine, topology))
+    elif topology.zero == 3:
         numbers["overlap_grad_reduce"] = 1  # as FSDP and DeepSpeed's default do
     return Columns(
         layers=shape.num_layers,
@@ -254,8 +258,7 @@ def linear_flops_per_s(columns: Columns, cluster: Cluster) -> Number:
     # 0.88: the share of the peak that an 8-bit matmul reaches, relative to bf16's; the best on an
     # H100 SXM are 1402.6 of 1979 and 794.5 of 989 TFLOP/s (S. Bekman, 'Machine Learning
     # Engineering', maximum achievable matmul FLOPS)
-    fp8 = np.equal(columns.precision, CHOICES["precision"].index("fp8"))
-    return np.where(fp8, cluster.gpu.fp8_flops_per_s * 0.88, wide)
+    return np.where(columns.precision == FP8, cluster.gpu.fp8_flops_per_s * 0.88, wide)
 
 
 def matmul_flops_per_s(columns: Columns, cluster: Cluster) -> Number:
@@ -267,11 +270,19 @@ def matmul_flops_per_s(columns: Columns, cluster: Cluster) -> Number:
     if gpu.kind == "cpu":
         threads = np.maximum(cluster.cores_per_node // columns.gpus, 1)
         return gpu.fp32_flops_per_s * threads / slowdown(columns, cluster)
-    return np.where(np.equal(columns.value_bytes, 4), gpu.fp32_flops_per_s, half)
+    return np.where(columns.precision == FP32, gpu.fp32_flops_per_s, half)
 
 
 def slowdown(columns: Columns, cluster: Cluster) -> Number:
     """How many processes of a CPU machine wait for one core; 1 on GPUs."""
-    return (
-        np.maximum(columns.gpus / cluster.cores_per_node, 1.0) if cluster.gpu.kind == "cpu" else 1.0
-    )
+    if cluster.gpu.kind != "cpu":
+        return 1.0
+    return np.maximum(columns.gpus / cluster.cores_per_node, 1.0)
+
+
+def memory_seconds(
+    bytes_: Number, columns: Columns, cluster: Cluster, constants: Constants
+) -> Number:
+    """Seconds in which element-wise kernels move so many bytes."""
+    rate = cluster.gpu.memory_bytes_per_s * constants.memory
+    return bytes_ * slowdown(columns, cluster) / rate

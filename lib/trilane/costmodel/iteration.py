@@ -8,7 +8,14 @@ import numpy as np
 from trilane.config.cluster import Cluster
 from trilane.config.model import ModelShape
 from trilane.config.parallelism import Topology
-from trilane.costmodel.columns import Columns, Number, Parts, columns_of, slowdown
+from trilane.costmodel.columns import (
+    Columns,
+    Number,
+    Parts,
+    columns_of,
+    memory_seconds,
+    slowdown,
+)
 from trilane.costmodel.constants import Constants
 from trilane.costmodel.layers import embedding_seconds, head_seconds, layer_time
 from trilane.costmodel.memory import memory_bytes, stage_layers
@@ -58,15 +65,17 @@ def ring(
     rate for one (`ring_bytes_per_s`). With every doubling of nodes paths meet more often:
     `distance` is lost.
     """
-    c, node = constants, cluster.gpus_per_node
+    c = constants
+    node = cluster.gpus_per_node
     near = np.minimum(stride, node)
     nodes = np.ceil(ranks * near / node)
     bus = np.minimum(ranks, np.maximum(node // near, 1))  # ranks of the group in one node
     share = cluster.network_bytes_per_s / near
     inside = cluster.node_bytes_per_s * c.node
-    outside = np.minimum(np.minimum(share, cluster.ring_bytes_per_s or share) * c.network, inside)
-    outside = outside / (1 + c.distance * np.log2(nodes))
-    hop, slow = cluster.latency_s, slowdown(columns, cluster)
+    link = np.minimum(share, cluster.ring_bytes_per_s or share)
+    outside = np.minimum(link * c.network, inside) / (1 + c.distance * np.log2(nodes))
+    hop = cluster.latency_s
+    slow = slowdown(columns, cluster)
     within = (bus - 1) / bus / inside
     leaves = nodes > 1
     return Ring(
@@ -96,28 +105,28 @@ def data_parallel_seconds(
     neither) hides under `compute`, the seconds of a microbatch, as often as it is sent, all but the
     share `exposed`. ZeRO-2 and 3 never take less than a ZeRO-1 that overlaps everything.
     """
-    x, c = columns, constants
-    zero3, sharded, alone = np.equal(x.zero, 3), np.greater(x.zero, 0), np.equal(x.pp, 1)
+    x = columns
+    c = constants
+    is_zero3 = x.zero == 3
+    is_sharded = x.zero > 0
     near = ring(x.sharded, x.tp, x, cluster, c)
     groups = x.replicas / x.sharded
     far = ring(groups, x.tp * x.sharded, x, cluster, c)
     width = np.maximum(x.value_bytes, 4 * x.fp32_gradients)
     calls = x.stage_layers[1] + 1
-    gather = sharded * (parameters * x.value_bytes * near.gather + calls * near.gather_s)
+    gather = is_sharded * (parameters * x.value_bytes * near.gather + calls * near.gather_s)
     scatter = parameters * width * near.gather + calls * near.gather_s
     between = (groups > 1) * (parameters / x.sharded * width * far.reduce + calls * far.reduce_s)
     whole = parameters * width * near.reduce + calls * near.reduce_s
-    first = whole + sharded * c.reduce_scatter * (scatter - whole) + between  # what ZeRO-1 reduces
-    times = np.where(alone & np.greater(x.zero, 1), x.microbatches, 1)
-    reduces = np.where(zero3, scatter + between, first) * times
-    gathers = gather * np.where(alone & zero3, (2 + x.recomputed) * times, 1)
-    hides = (
-        x.overlap_grad_reduce * reduces
-        + np.where(zero3, x.overlap_grad_reduce, x.overlap_param_gather) * gathers
-    )
-    found = reduces + gathers - np.minimum((1 - c.exposed) * hides, times * compute)
+    first = whole + is_sharded * c.reduce_scatter * (scatter - whole) + between  # ZeRO-1 reduces
+    times = np.where((x.pp == 1) & (x.zero > 1), x.microbatches, 1)
+    reduces = np.where(is_zero3, scatter + between, first) * times
+    gathers = gather * np.where((x.pp == 1) & is_zero3, (2 + x.recomputed) * times, 1)
+    overlaps = np.where(is_zero3, x.overlap_grad_reduce, x.overlap_param_gather)
+    hides = x.overlap_grad_reduce * reduces + overlaps * gathers
+    seconds = reduces + gathers - np.minimum((1 - c.exposed) * hides, times * compute)
     least = first + gather - np.minimum((1 - c.exposed) * (first + gather), compute)
-    return np.where(zero3, np.maximum(found, least), found)
+    return np.where(is_zero3, np.maximum(seconds, least), seconds)
 
 
 def p2p_seconds(columns: Columns, cluster: Cluster, constants: Constants) -> Number:
@@ -130,32 +139,34 @@ def p2p_seconds(columns: Columns, cluster: Cluster, constants: Constants) -> Num
     scatter-gather (`whole_p2p`) every rank sends everything. Interleaving sends v times, while
     other chunks compute.
     """
-    x, c, node = columns, constants, cluster.gpus_per_node
+    x = columns
+    c = constants
+    node = cluster.gpus_per_node
     sent = 2 * x.tokens * x.hidden * x.value_bytes
     network = cluster.network_bytes_per_s * c.p2p / np.minimum(x.tp * x.replicas, node)
     bus = cluster.node_bytes_per_s * c.node
     rate = np.where(x.gpus > node, np.minimum(network, bus), bus)
     parts = sent / x.tp / rate + sent * (x.tp - 1) / x.tp / bus
-    each = (
-        (1 - c.whole_p2p) * parts + c.whole_p2p * sent / rate + c.handoff_s + 2 * cluster.latency_s
-    )
-    return (
-        np.where(x.pp > 1, x.interleaving * each, 0.0)
-        * slowdown(x, cluster)
-        * (1 - c.overlap * (x.interleaving > 1))
-    )
+    moved = (1 - c.whole_p2p) * parts + c.whole_p2p * sent / rate
+    each = moved + c.handoff_s + 2 * cluster.latency_s
+    hidden = c.overlap * (x.interleaving > 1)
+    return np.where(x.pp > 1, x.interleaving * each, 0.0) * slowdown(x, cluster) * (1 - hidden)
+
+
+def _owned(parameters: Number, columns: Columns) -> Number:
+    """Parameters whose optimizer states a GPU has."""
+    return parameters / np.where(columns.zero > 0, columns.sharded, 1)
 
 
 def optimizer_seconds(
     parameters: Number, columns: Columns, cluster: Cluster, constants: Constants
 ) -> Number:
     """Adam on the GPU, by bytes moved."""
-    x = columns
-    owned = parameters / np.where(np.greater(x.zero, 0), x.sharded, 1)
-    rate = cluster.gpu.memory_bytes_per_s * constants.memory / slowdown(x, cluster)
+    here = columns.offload == 0
     # bytes per parameter that a GPU owns: fp32 master, two moments, gradient read; the first three
     # and the 16-bit weight written; and per parameter that it holds: clipping's norm, the copy back
-    return (np.equal(x.offload, 0) * 30.0 * owned + 6.0 * parameters) / rate
+    moved = here * 30.0 * _owned(parameters, columns) + 6.0 * parameters
+    return memory_seconds(moved, columns, cluster, constants)
 
 
 def offload_seconds(
@@ -166,13 +177,13 @@ def offload_seconds(
     2021, arXiv:2101.06840; Rajbhandari et al. 2021, arXiv:2104.07857.
     """
     x = columns
-    owned = parameters / np.where(np.greater(x.zero, 0), x.sharded, 1)
+    owned = _owned(parameters, x)
     pcie = cluster.pcie_bytes_per_s * constants.p2p
     # Adam on the host reads and writes 28 bytes a parameter from DDR memory, about 100 GB/s a node
     # (Ren, section 5)
     step = owned * (2 * x.value_bytes / pcie + 28.0 * cluster.gpus_per_node / 100e9)
     fetch = x.microbatches * (2 + x.recomputed) * owned * x.value_bytes / pcie
-    return np.greater(x.offload, 0) * step + np.equal(x.offload, 2) * fetch
+    return (x.offload > 0) * step + (x.offload == 2) * fetch
 
 
 def pressure(columns: Columns, cluster: Cluster, constants: Constants) -> Number:
@@ -187,11 +198,11 @@ def pressure(columns: Columns, cluster: Cluster, constants: Constants) -> Number
     filled = memory_bytes(columns, cluster) / cluster.gpu.memory_bytes
     # PyTorch, 'CUDA semantics, memory management': a failed cudaMalloc frees all cached blocks and
     # synchronizes
-    start, full = 0.75, 0.95
+    start = 0.75
+    full = 0.95
     ramp = np.clip((filled - start) / (full - start), 0, 1)
-    return 1 + constants.pressure * ramp * (1 - columns.fp32_gradients) * np.greater(
-        columns.replicas, 1
-    )
+    transient = (1 - columns.fp32_gradients) * (columns.replicas > 1)
+    return 1 + constants.pressure * ramp * transient
 
 
 def stage_seconds(
@@ -199,10 +210,9 @@ def stage_seconds(
 ) -> tuple[Number, Number]:
     """Seconds per microbatch of the slowest stage, and of all stages together."""
     first, middle, last = columns.stage_layers
-    alone = np.equal(columns.pp, 1)
-    slowest = np.maximum(
-        first * layer + embedding + alone * head, np.where(alone, 0, last * layer + head)
-    )
+    alone = columns.pp == 1
+    at_end = np.where(alone, 0, last * layer + head)
+    slowest = np.maximum(first * layer + embedding + alone * head, at_end)
     slowest = np.maximum(slowest, np.where(columns.pp > 2, middle * layer, 0))
     return slowest, columns.layers * layer + head + embedding
 
@@ -215,34 +225,31 @@ def iteration_columns(columns: Columns, cluster: Cluster, constants: Constants) 
     and drain the pipeline, v times less with interleaving. Narayanan et al. 2021, section 2.2, with
     unequal stages.
     """
-    x, c, m = columns, constants, columns.microbatches
+    x = columns
+    c = constants
+    m = x.microbatches
     layer = layer_time(x, cluster, c)
-    slowest, whole = stage_seconds(
-        x, layer.total, head_seconds(x, cluster, c), embedding_seconds(x, cluster, c)
-    )
+    head = head_seconds(x, cluster, c)
+    embedding = embedding_seconds(x, cluster, c)
+    slowest, whole = stage_seconds(x, layer.total, head, embedding)
     p2p = p2p_seconds(x, cluster, c)
     first, middle, _ = x.stage_layers
     parameters = np.maximum(first, middle) * x.layer_parameters + x.embedding_parameters
     factor = pressure(x, cluster, c) * c.pace
-    share = (
-        m * factor * (slowest / layer.total)
-    )  # layers' worth of time that a microbatch takes on the slowest stage
+    # layers' worth of time that the microbatches take on the slowest stage
+    share = m * factor * (slowest / layer.total)
+    bubble = (whole - slowest + (x.pp - 1) * p2p) / x.interleaving
+    optimizer = optimizer_seconds(parameters, x, cluster, c)
+    optimizer = optimizer + offload_seconds(parameters, x, cluster, c)
     return IterationTime(
         matmul=share * layer.matmul,
         attention=share * layer.attention,
         elementwise=share * (layer.elementwise + layer.overhead),
         tensor_parallel=share * layer.tensor_parallel,
         pipeline_p2p=m * p2p * factor,
-        bubble=np.where(
-            np.equal(x.pp, 1), 0.0, (whole - slowest + (x.pp - 1) * p2p) / x.interleaving
-        )
-        * factor,
+        bubble=np.where(x.pp == 1, 0.0, bubble) * factor,
         data_parallel=data_parallel_seconds(parameters, x, cluster, c, slowest) * factor,
-        optimizer=(
-            optimizer_seconds(parameters, x, cluster, c)
-            + offload_seconds(parameters, x, cluster, c)
-        )
-        * factor,
+        optimizer=optimizer * factor,
     )
 
 

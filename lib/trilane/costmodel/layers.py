@@ -8,11 +8,15 @@ import numpy as np
 
 from trilane.config.cluster import Cluster
 from trilane.costmodel.columns import (
+    FP8,
+    OPERATORS,
+    SELECTIVE,
     Columns,
     Number,
     Parts,
     linear_flops_per_s,
     matmul_flops_per_s,
+    memory_seconds,
     slowdown,
 )
 from trilane.costmodel.constants import Constants
@@ -48,10 +52,11 @@ def matmul_seconds(
     and wave quantization: NVIDIA, 'Matrix multiplication background'. Left out: which kernel cuBLAS
     picks; two tiles per SM; operands that fall out of the L2 cache.
     """
-    c, sms = constants, cluster.gpu.num_sms
-    peak = (matmul_flops_per_s(columns, cluster) if rate is None else rate) * np.minimum(
-        c.matmul, reached(cluster)
-    )
+    c = constants
+    sms = cluster.gpu.num_sms
+    if rate is None:
+        rate = matmul_flops_per_s(columns, cluster)
+    peak = rate * np.minimum(c.matmul, reached(cluster))
     if cluster.gpu.kind == "cpu":
         return 2 * m * n * k * batch / peak
     best: Number = np.inf
@@ -80,13 +85,17 @@ def linear_seconds(
     """Forward and backward seconds of the four weight matmuls of a layer: QKV, projection, MLP in,
     MLP out.
     """
-    x, peak = columns, linear_flops_per_s(columns, cluster)
+    peak = linear_flops_per_s(columns, cluster)
+    m = columns.tokens
     forward: Number = 0.0
     backward: Number = 0.0
-    for n, k in x.matrices:
-        forward = forward + matmul_seconds(x.tokens, n, k, x, cluster, constants, rate=peak)
-        backward = backward + matmul_seconds(x.tokens, k, n, x, cluster, constants, rate=peak)
-        backward = backward + matmul_seconds(k, n, x.tokens, x, cluster, constants, rate=peak)
+
+    def seconds(rows: Number, outputs: Number, inputs: Number) -> Number:
+        return matmul_seconds(rows, outputs, inputs, columns, cluster, constants, rate=peak)
+
+    for n, k in columns.matrices:
+        forward = forward + seconds(m, n, k)
+        backward = backward + seconds(m, k, n) + seconds(k, n, m)
     return forward, backward
 
 
@@ -100,16 +109,15 @@ def attention_seconds(
     backward. Where head_dim % 8 != 0 the products leave the tensor cores for fp32 units. Fused: see
     flash_seconds. Left out: batches that leave SMs idle.
     """
-    x, c, gpu = columns, constants, cluster.gpu
-    s, d, batch, mine = (
-        x.seq,
-        x.head_dim,
-        x.mbs * x.heads / x.tp,
-        x.seq / x.cp,
-    )  # `mine`: queries of this rank
-    product = matmul_seconds(mine, s, d, x, cluster, c, batch) + matmul_seconds(
-        mine, d, s, x, cluster, c, batch
-    )
+    x = columns
+    c = constants
+    gpu = cluster.gpu
+    s = x.seq
+    d = x.head_dim
+    batch = x.mbs * x.heads / x.tp
+    q = s / x.cp  # queries of this rank
+    product = matmul_seconds(q, s, d, x, cluster, c, batch)
+    product = product + matmul_seconds(q, d, s, x, cluster, c, batch)
     if gpu.kind == "cpu":
         fused = product
     else:
@@ -117,18 +125,11 @@ def attention_seconds(
         # 32 heads in flight
         wide = np.ceil(d / 64) * 64
         crowd = (batch / 32) ** c.crowding
-        slow = 2 * mine * s * (d + wide) * batch * crowd / (gpu.fp32_flops_per_s * c.misaligned)
-        product = np.where(np.mod(d, 8) == 0, product, slow)
+        slow = 2 * q * s * (d + wide) * batch * crowd / (gpu.fp32_flops_per_s * c.misaligned)
+        product = np.where(d % 8 == 0, product, slow)
         fused = flash_seconds(x, cluster, c)
-    one_pass = (
-        x.value_bytes
-        * mine
-        * s
-        * batch
-        * slowdown(x, cluster)
-        / (gpu.memory_bytes_per_s * c.memory)
-    )
-    stored = np.equal(x.attention, 1)
+    one_pass = memory_seconds(x.value_bytes * q * s * batch, x, cluster, c)
+    stored = x.attention == 1
     forward = np.where(stored, product + 6.5 * one_pass, fused)
     backward = np.where(stored, 2 * product + 9.5 * one_pass, 2.5 * fused)
     ring = ring_seconds(x, cluster, c)
@@ -143,12 +144,12 @@ def ring_seconds(columns: Columns, cluster: Cluster, constants: Constants) -> Nu
     costs what exceeds the attention core; backward hands on the gradients, too. Left out: the
     imbalance of a causal mask.
     """
-    x, node = columns, cluster.gpus_per_node
+    x = columns
+    node = cluster.gpus_per_node
     sent = (x.cp - 1) * 2 * x.tokens * x.kv_hidden / x.tp * x.value_bytes
     inside = cluster.node_bytes_per_s * constants.node
-    outside = np.minimum(
-        inside, cluster.network_bytes_per_s / np.minimum(x.tp, node) * constants.network
-    )
+    network = cluster.network_bytes_per_s / np.minimum(x.tp, node) * constants.network
+    outside = np.minimum(inside, network)
     return sent / np.where(x.tp * x.cp > node, outside, inside)
 
 
@@ -174,21 +175,16 @@ def elementwise_seconds(
     4 of queries, keys and values for bias and layout (12). Backward moves half as much again.
     Sequence parallelism divides all by t.
     """
-    x, c = columns, constants
+    x = columns
+    c = constants
     cut = (4 + 2 * x.gated) * x.ffn / x.hidden + 4 * (1 + 2 * x.kv_hidden / x.hidden)
-    moved = (
-        (np.where(np.equal(x.sequence_parallel, 1), 22 / x.tp, 22) + cut / x.tp) * x.value_bytes / 2
-    )
-    forward = (
-        c.passes
-        * moved
-        * x.tokens
-        * x.hidden
-        * slowdown(x, cluster)
-        / (cluster.gpu.memory_bytes_per_s * c.memory)
-    )
-    outputs, inputs = (sum(sizes) for sizes in zip(*x.matrices, strict=True))
-    cast = np.equal(x.precision, 3) * 4 * x.tokens / (cluster.gpu.memory_bytes_per_s * c.memory)
+    moved = np.where(x.sequence_parallel == 1, 22 / x.tp, 22) + cut / x.tp
+    bytes_ = c.passes * moved * x.value_bytes / 2 * x.tokens * x.hidden
+    forward = memory_seconds(bytes_, x, cluster, c)
+    outputs = sum(n for n, _ in x.matrices)
+    inputs = sum(k for _, k in x.matrices)
+    # fp8 reads and writes what it casts
+    cast = (x.precision == FP8) * memory_seconds(4 * x.tokens, x, cluster, c)
     return forward + cast * inputs, 1.5 * forward + cast * outputs
 
 
@@ -198,8 +194,8 @@ def accumulation_seconds(
     """Adding one microbatch's weight gradients to the sum: 6 bytes a parameter, 10 where the sum is
     fp32.
     """
-    moved = parameters * np.where(np.equal(columns.fp32_gradients, 1), 10, 3 * columns.value_bytes)
-    return moved * slowdown(columns, cluster) / (cluster.gpu.memory_bytes_per_s * constants.memory)
+    moved = np.where(columns.fp32_gradients == 1, 10, 3 * columns.value_bytes)
+    return memory_seconds(parameters * moved, columns, cluster, constants)
 
 
 def all_reduce_seconds(columns: Columns, cluster: Cluster, constants: Constants) -> Number:
@@ -211,18 +207,15 @@ def all_reduce_seconds(columns: Columns, cluster: Cluster, constants: Constants)
     two, two share a node's network. Left out: overlap with computation (Megatron of 2022 has none
     in forward).
     """
-    x, c, t, node = columns, constants, columns.tp, cluster.gpus_per_node
-    pair = np.where(
-        np.equal(t, 2),
-        cluster.pair_bytes_per_s or cluster.node_bytes_per_s,
-        cluster.node_bytes_per_s,
-    )
-    inside = pair * c.node
-    outside = np.minimum(
-        inside,
-        cluster.network_bytes_per_s / np.where(np.equal(np.mod(t, node), 0), 1, 2) * c.network,
-    )
-    leaves = np.not_equal(np.mod(node, t), 0) & np.greater(x.gpus, node)
+    x = columns
+    c = constants
+    t = x.tp
+    node = cluster.gpus_per_node
+    bus = cluster.node_bytes_per_s
+    inside = np.where(t == 2, cluster.pair_bytes_per_s or bus, bus) * c.node
+    groups = np.where(t % node == 0, 1, 2)
+    outside = np.minimum(inside, cluster.network_bytes_per_s / groups * c.network)
+    leaves = (node % t != 0) & (x.gpus > node)
     rate = np.where(leaves, outside, inside) / slowdown(x, cluster)
     wait = (t - 1) / 7 * c.skew_s + (t - 1) * cluster.latency_s
     return 2 * (t - 1) / t * x.tokens * x.hidden * x.value_bytes / rate + wait
@@ -238,8 +231,11 @@ def layer_time(columns: Columns, cluster: Cluster, constants: Constants) -> Laye
     the same bytes (Korthikanti et al. 2022). While the GPU works the host launches ahead; where a
     layer needs the host longer than the GPU, the GPU waits for the rest.
     """
-    x, c = columns, constants
-    whole, core, operators = x.recomputed, np.equal(x.recompute, 1), np.equal(x.recompute, 3)
+    x = columns
+    c = constants
+    whole = x.recomputed
+    core = x.recompute == SELECTIVE
+    operators = x.recompute == OPERATORS
     again = whole + operators
     linear, linear_back = linear_seconds(x, cluster, c)
     attention, attention_back = attention_seconds(x, cluster, c)
@@ -254,10 +250,11 @@ def layer_time(columns: Columns, cluster: Cluster, constants: Constants) -> Laye
     }
     # collectives and their hooks, of tensor parallelism or of ZeRO-3, are launched, too: a quarter
     # more each, guessed
-    launched = (
-        c.host_s * (3 + again) / 4 * (1 + 0.25 * np.greater(x.tp, 1) + 0.25 * np.equal(x.zero, 3))
-    )
-    host = 0.0 if cluster.gpu.kind == "cpu" else np.maximum(launched - sum(parts.values()), 0)
+    collectives = 1 + 0.25 * (x.tp > 1) + 0.25 * (x.zero == 3)
+    launched = c.host_s * (3 + again) / 4 * collectives
+    host: Number = 0.0
+    if cluster.gpu.kind != "cpu":
+        host = np.maximum(launched - sum(parts.values()), 0)
     return LayerTime(**parts, overhead=c.launch_s * (3 + again) / 4 * slowdown(x, cluster) + host)
 
 
@@ -268,12 +265,14 @@ def head_seconds(columns: Columns, cluster: Cluster, constants: Constants) -> Nu
     About 45 bytes per logit: the cast, max, exponential, sum and the gradient, each a pass over
     fp32 or half precision.
     """
-    x, c, h, n = columns, constants, columns.hidden, columns.vocab / columns.tp
-    products = matmul_seconds(x.tokens, n, h, x, cluster, c) + matmul_seconds(
-        x.tokens, h, n, x, cluster, c
-    )
-    products = products + matmul_seconds(h, n, x.tokens, x, cluster, c)
-    loss = 45 * x.tokens * n * slowdown(x, cluster) / (cluster.gpu.memory_bytes_per_s * c.memory)
+    x = columns
+    c = constants
+    m = x.tokens
+    h = x.hidden
+    n = x.vocab / x.tp
+    products = matmul_seconds(m, n, h, x, cluster, c) + matmul_seconds(m, h, n, x, cluster, c)
+    products = products + matmul_seconds(h, n, m, x, cluster, c)
+    loss = memory_seconds(45 * m * n, x, cluster, c)
     gradients = accumulation_seconds(x.embedding_parameters, x, cluster, c)
     return products + loss + gradients + 2 * all_reduce_seconds(x, cluster, c)
 
@@ -282,7 +281,7 @@ def embedding_seconds(columns: Columns, cluster: Cluster, constants: Constants) 
     """The input embedding of one microbatch: the lookup, and a dense gradient of the whole table
     (zeroed, added).
     """
-    x, c = columns, constants
-    table = accumulation_seconds(x.embedding_parameters, x, cluster, c) * 4 / 3
+    x = columns
+    table = accumulation_seconds(x.embedding_parameters, x, cluster, constants) * 4 / 3
     moved = 20 * x.tokens * x.hidden * x.value_bytes / 2
-    return table + moved * slowdown(x, cluster) / (cluster.gpu.memory_bytes_per_s * c.memory)
+    return table + memory_seconds(moved, x, cluster, constants)

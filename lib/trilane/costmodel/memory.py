@@ -2,16 +2,28 @@
 
 import dataclasses
 import functools
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import numpy as np
 
 from trilane.config.cluster import Cluster
 from trilane.config.model import ModelShape
-from trilane.config.parallelism import CHOICES, Topology
+from trilane.config.parallelism import Topology
 from trilane.config.training import Dropout
 from trilane.costmodel.calibration import Calibration
-from trilane.costmodel.columns import Columns, Number, Parts, columns_of
+from trilane.costmodel.columns import (
+    BLOCK,
+    FP8,
+    FP32,
+    FULL,
+    NONE,
+    OPERATORS,
+    SELECTIVE,
+    Columns,
+    Number,
+    Parts,
+    columns_of,
+)
 from trilane.utils.validation import from_mapping, shipped_json
 
 
@@ -60,8 +72,8 @@ class MemoryConstants:
     spread: float = 0.04
 
 
-DEFAULT, NO_DROPOUT = MemoryConstants(), Dropout()
-FP8 = CHOICES["precision"].index("fp8")
+DEFAULT = MemoryConstants()
+NO_DROPOUT = Dropout()
 
 
 @functools.cache  # a search predicts hundreds of plans
@@ -73,8 +85,9 @@ def memory_of(stack: str) -> MemoryConstants:
     FSDP's spread.
     """
     unknown = {"memory": {"optimizer": 12.0, "accumulated": 2.0, "checkpoint": 1.0, "spread": 0.15}}
-    held = shipped_json("stacks")["stacks"].get(stack, unknown).get("memory", {})
-    return from_mapping(MemoryConstants, {k: v for k, v in held.items() if k != "source"}, "memory")
+    held = dict(shipped_json("stacks")["stacks"].get(stack, unknown).get("memory", {}))
+    held.pop("source", None)
+    return from_mapping(MemoryConstants, held, "memory")
 
 
 def engine_memory(
@@ -89,21 +102,26 @@ def engine_memory(
     8.0, and under ZeRO-3, gates are several kernels. No kernel before 8.0 reads shared keys once.
     """
     old = (cluster.gpu.compute_capability or (0, 0)) < (8, 0)
-    states = {"optimizer": 12.0, "accumulated": 2.0 if engine == "megatron" or zero > 1 else 4.0}
     hf = engine == "hf-zero3"
     several = not hf and (old or zero == 3)
-    kept = {
-        "unfused": 1.0 * hf,
-        "gates": 1.0 * several,
-        "repeats": 1.0 * old,
-        "handed": 1.0 * (engine == "deepspeed-3d"),
-        "whole": 1.0 * (engine == "megatron"),
-    }
-    # a compiled kernel draws them again
-    masks = {"masks": 2.0 * (dropout.hidden > 0 and (hf or several)), "drops": dropout.hidden}
-    masks["scores"] = DEFAULT.scores if dropout.attention else 2.0
-    exact = {**masks, "ends": 1.0, "checkpoint": 1.0, "working": 1.0}
-    return dataclasses.replace(DEFAULT, **states, **kept, **exact)
+    # a compiled kernel draws the masks again
+    has_masks = dropout.hidden > 0 and (hf or several)
+    return dataclasses.replace(
+        DEFAULT,
+        optimizer=12.0,
+        accumulated=2.0 if engine == "megatron" or zero > 1 else 4.0,
+        unfused=float(hf),
+        gates=float(several),
+        repeats=float(old),
+        handed=float(engine == "deepspeed-3d"),
+        whole=float(engine == "megatron"),
+        masks=2.0 * has_masks,
+        drops=dropout.hidden,
+        scores=DEFAULT.scores if dropout.attention else 2.0,
+        ends=1.0,
+        checkpoint=1.0,
+        working=1.0,
+    )
 
 
 def memory_for(
@@ -112,30 +130,25 @@ def memory_for(
     """Those of the stack that constants of time are named after; else of the documents, or of the
     rows' programs.
     """
-    own: dict[str, dict[str, float]] = {
-        "megatron": {"optimizer": 12, "accumulated": 2},
-        "hf-zero3": {"unfused": 1},
-    }
-    named = calibration.name in shipped_json("stacks")["stacks"]
-    if engine in own.keys() | {"deepspeed-zero"} and not named:
+    is_named = calibration.name in shipped_json("stacks")["stacks"]
+    if engine in ("", "deepspeed-3d") or is_named:
+        # deepspeed-3d is the program of the documents, which their constants were fitted to
+        constants = DEFAULT
+        if is_named or not engine:
+            constants = memory_of(calibration.name if is_named else calibration.stack)
+    else:
         # twice the documents' spread, as nobody measured memory on a card
-        found = dataclasses.replace(
-            engine_memory(engine, cluster, dropout), spread=DEFAULT.spread * 2
-        )
-        # DeepSpeed's step has temporaries, which the documents' constants count
-        fitted = (
-            {}
-            if engine == "megatron"
-            else {"optimizer": DEFAULT.optimizer, "accumulated": DEFAULT.accumulated}
-        )
-        return dataclasses.replace(found, **fitted)
-    # deepspeed-3d is the program of the documents, which their constants were fitted to
-    known = (
-        DEFAULT
-        if engine and not named
-        else memory_of(calibration.name if named else calibration.stack)
-    )
-    return dataclasses.replace(known, **own.get(engine, {}))
+        constants = engine_memory(engine, cluster, dropout)
+        constants = dataclasses.replace(constants, spread=DEFAULT.spread * 2)
+        if engine != "megatron":
+            # DeepSpeed's step has temporaries, which the documents' constants count
+            states = {"optimizer": DEFAULT.optimizer, "accumulated": DEFAULT.accumulated}
+            return dataclasses.replace(constants, **states)
+    if engine == "megatron":
+        return dataclasses.replace(constants, optimizer=12.0, accumulated=2.0)
+    if engine == "hf-zero3":
+        return dataclasses.replace(constants, unfused=1.0)
+    return constants
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,34 +188,29 @@ def activation_bytes_per_layer(columns: Columns, constants: MemoryConstants = DE
     matmul's, of q, k, v, o, in, gate, out; with sequence parallelism what was reduced, too
     (torchtitan 2025, `_op_sac_save_list` of its llama3).
     """
-    x, c, h = columns, constants, columns.hidden
-    sbh, fp8 = x.tokens * h, np.equal(x.precision, FP8)
-    cut = np.where(np.equal(x.sequence_parallel, 1), x.tp, 1)
-    single, gate = c.unfused * x.gated, 2 + 2 * (c.unfused + c.gates)
+    x = columns
+    c = constants
+    h = x.hidden
+    sbh = x.tokens * h
+    fp8 = 1 * (x.precision == FP8)
+    is_selective = x.recompute == SELECTIVE
+    cut = np.where(x.sequence_parallel == 1, x.tp, 1)
+    single = c.unfused * x.gated
     norms = 8 * single + c.masks * (1 - single)
-    keys = np.where(
-        c.repeats + c.ends * (np.equal(x.value_bytes, 4) | np.equal(x.attention, 1)), h, x.kv_hidden
-    )
-    shares = (
-        np.greater(x.cp, 1)
-        * c.whole
-        * ~(fp8 | np.equal(x.overlap_tp, 1) | np.equal(x.recompute, 1))
-    )
-    shared = (
-        4
-        + 2 * shares
-        + fp8
-        + 4 * keys / h * (1 + shares * (x.cp - 1))
-        + (4 - fp8 + gate * x.gated) * x.ffn / h
-    )
-    shared = shared + 2 * np.equal(x.recompute, 1) * np.less(x.kv_heads, x.heads)
-    stores = (np.equal(x.recompute, 0) | np.equal(x.recompute, 4)) * x.attention
+    gate = 2 + 2 * (c.unfused + c.gates)
+    has_all = c.repeats + c.ends * ((x.precision == FP32) | (x.attention == 1))
+    keys = np.where(has_all, h, x.kv_hidden)
+    is_ring = (fp8 > 0) | (x.overlap_tp == 1) | is_selective
+    shares = (x.cp > 1) * c.whole * np.where(is_ring, 0, 1)
+    attention = 4 + 2 * shares + fp8 + 4 * keys / h * (1 + shares * (x.cp - 1))
+    shared = attention + (4 - fp8 + gate * x.gated) * x.ffn / h
+    shared = shared + 2 * is_selective * (x.kv_heads < x.heads)
+    stores = ((x.recompute == NONE) | (x.recompute == BLOCK)) * x.attention
     each = c.scores + 4 * c.unfused * np.maximum(x.gated, x.alibi)
     scores = stores * each * x.heads * x.seq * x.tokens / x.tp
     every = sbh * ((8 - 2 * fp8 + norms) / cut + shared / x.tp) + scores
-    if np.any(np.equal(x.recompute, 3)):
-        some = (1 + 2 * (cut > 1)) / cut + (2 + x.kv_hidden / h + x.ffn / h) / x.tp + x.gated
-        every = np.where(np.equal(x.recompute, 3), 2 * sbh * some, every)
+    some = (1 + 2 * (cut > 1)) / cut + (2 + x.kv_hidden / h + x.ffn / h) / x.tp + x.gated
+    every = np.where(x.recompute == OPERATORS, 2 * sbh * some, every)
     return (every * (1 - x.recomputed) + 2 * sbh / cut * x.recomputed) * x.value_bytes / 2
 
 
@@ -214,12 +222,14 @@ def end_bytes(columns: Columns, stage: Number, constants: MemoryConstants) -> Nu
     dropout a mask of bytes, and DeepSpeed's pipeline what a stage has sent, which megatron-core
     deallocates, and a copy of what it got.
     """
-    x, c = columns, constants
-    first, last = 1 * np.equal(stage, 0), 1 * np.equal(stage, x.pp - 1)
+    x = columns
+    c = constants
+    first = 1 * (stage == 0)
+    last = 1 * (stage == x.pp - 1)
     values = first * x.embedding_layernorm + (2 + 2 * c.unfused * x.gated) * last
     values = values + c.handed * (2 - first - last)
-    kept = values * x.value_bytes + first * np.greater(c.drops, 0)
-    return kept * x.tokens * x.hidden / np.where(np.equal(x.sequence_parallel, 1), x.tp, 1)
+    kept = values * x.value_bytes + first * (c.drops > 0)
+    return kept * x.tokens * x.hidden / np.where(x.sequence_parallel == 1, x.tp, 1)
 
 
 def in_flight(columns: Columns, stage: Number) -> Number:
@@ -229,16 +239,17 @@ def in_flight(columns: Columns, stage: Number) -> Number:
     get_pp_rank_microbatches), on the first stage 1 + (p - 1) / (p v) as much: Korthikanti et al.
     2022, section 4.2.3.
     """
-    x, v = columns, columns.interleaving
+    x = columns
+    v = x.interleaving
     chunks = 2 * (x.pp - stage - 1) + (v - 1) * x.pp + 1
-    return np.minimum(x.microbatches, np.where(np.greater(v, 1), chunks / v, x.pp - stage))
+    return np.minimum(x.microbatches, np.where(v > 1, chunks / v, x.pp - stage))
 
 
 def stage_layers_at(columns: Columns, stage: Number) -> Number:
     """Transformer layers of stage `stage`."""
     first, middle, last = columns.stage_layers
-    inner = np.where(np.equal(stage, columns.pp - 1), last, middle)
-    return np.where(np.equal(stage, 0), first, inner)
+    inner = np.where(stage == columns.pp - 1, last, middle)
+    return np.where(stage == 0, first, inner)
 
 
 def stage_parameters(columns: Columns, stage: Number) -> Number:
@@ -246,17 +257,12 @@ def stage_parameters(columns: Columns, stage: Number) -> Number:
     stage.
     """
     x = columns
-    ends = np.equal(stage, 0), np.equal(stage, x.pp - 1)
     embedding = x.embedding_parameters
-    beside = (
-        x.positions * x.hidden + 2 * x.hidden * x.embedding_layernorm
-    )  # BLOOM's norm of the embedding
-    at_end = x.norm_values + embedding * np.where(np.equal(x.pp, 1), x.untied, 1)
-    return (
-        stage_layers_at(x, stage) * x.layer_parameters
-        + ends[0] * (embedding + beside)
-        + ends[1] * at_end
-    )
+    norm = 2 * x.hidden * x.embedding_layernorm  # BLOOM's of the embedding
+    at_start = embedding + (x.positions * x.hidden + norm)
+    at_end = x.norm_values + embedding * np.where(x.pp == 1, x.untied, 1)
+    layers = stage_layers_at(x, stage) * x.layer_parameters
+    return layers + (stage == 0) * at_start + (stage == x.pp - 1) * at_end
 
 
 def model_states(
@@ -268,27 +274,24 @@ def model_states(
     divides the optimizer by dp, 2 the gradients too, 3 the weights too: Rajbhandari et al. 2020,
     arXiv:1910.02054, section 3.
     """
-    x, c = columns, constants
-    parameters, wide = stage_parameters(x, stage), np.equal(x.value_bytes, 4)
+    x = columns
+    c = constants
+    parameters = stage_parameters(x, stage)
+    is_wide = x.precision == FP32
     # FSDP inside a pipeline has weights and gradients whole between microbatches (torchtitan:
     # reshard_after_forward)
-    able = [
-        np.greater_equal(x.zero, level) & ((level == 1) | np.equal(x.pp, 1)) for level in (1, 2, 3)
-    ]
-    shard = [np.where(divides, x.sharded, 1) for divides in able]
-    weights = x.value_bytes * parameters / shard[2]
-    gradients = (
-        (x.value_bytes + np.where(wide, 0, c.accumulated * x.fp32_gradients))
-        * parameters
-        / shard[1]
-    )
+    alone = x.pp == 1
+    weights = x.value_bytes * parameters / np.where((x.zero >= 3) & alone, x.sharded, 1)
+    summed = x.value_bytes + np.where(is_wide, 0, c.accumulated * x.fp32_gradients)
+    gradients = summed * parameters / np.where((x.zero >= 2) & alone, x.sharded, 1)
     # without ZeRO 14: fp32 master, two moments and two more bytes for an fp32 gradient, 18 with
     # weights and gradients (BigScience chronicles, '104B topology / memory usage')
-    whole = np.where(np.equal(x.zero, 0), min(14.0, c.optimizer), c.optimizer)
+    states = np.where(x.zero == 0, min(14.0, c.optimizer), c.optimizer)
     # torch's Adam makes its denominator, fp32, for the whole flat share at once: 4 bytes. The
     # chronicles' prequel prints 61 and 47 GB with it (first node, others), 51 and 44 with apex's
     # fused kernel.
-    return weights, gradients, (np.where(wide, 8, whole) + 4 * x.adam) * parameters / shard[0]
+    states = np.where(is_wide, 8, states) + 4 * x.adam
+    return weights, gradients, states * parameters / np.where(x.zero >= 1, x.sharded, 1)
 
 
 def working_bytes(columns: Columns, stage: Number, constants: MemoryConstants) -> Number:
@@ -297,10 +300,11 @@ def working_bytes(columns: Columns, stage: Number, constants: MemoryConstants) -
 
     They do not meet: the loss is done before the first layer is recomputed.
     """
-    x, c = columns, constants
-    layer = activation_bytes_per_layer(dataclasses.replace(x, recompute=0.0), c)
-    again = layer * c.working * np.greater(x.recompute, 1)
-    logits = np.equal(stage, x.pp - 1) * c.logit * x.tokens * x.vocab / x.tp
+    x = columns
+    c = constants
+    layer = activation_bytes_per_layer(dataclasses.replace(x, recompute=NONE), c)
+    again = layer * c.working * (x.recompute > SELECTIVE)
+    logits = (stage == x.pp - 1) * c.logit * x.tokens * x.vocab / x.tp
     return np.maximum(again, logits)
 
 
@@ -314,40 +318,36 @@ def stage_memory(
     buffers, which grow with the peers; what a stage has sent: the engine megatron deallocates it,
     as Megatron-LM does; DeepSpeed's pipeline keeps 2 s b h each.
     """
-    x, c, cpu = columns, constants, cluster.gpu.kind == "cpu"
+    x = columns
+    c = constants
+    is_cpu = cluster.gpu.kind == "cpu"
     weights, gradients, optimizer = model_states(x, stage, c)
-    over = (
-        1
-        if cpu
-        else np.where(np.equal(x.recompute, 2), c.checkpoint, 1)
-        * np.equal(x.offload_checkpoints, 0)
-    )
-    buckets = (x.pp == 1) & (x.replicas > 1) & np.greater(x.zero, 0) & (not cpu)
-    # reduce and all-gather buckets of 16-bit values, the first one doubled to overlap (DeepSpeed's
-    # configuration page)
-    bucket_bytes = 3 * 2.0 * x.bucket_values
     unit = np.maximum(x.layer_parameters, x.embedding_parameters)
-    here, away, each = (
-        np.equal(x.offload, 0),
-        np.equal(x.offload, 2),
-        activation_bytes_per_layer(x, c) * over,
-    )
-    kept = stage_layers_at(x, stage) * each + c.ends * end_bytes(x, stage, c)
+    gathered = ((x.zero == 3) & (x.pp == 1)) * c.gathered * unit * x.value_bytes / 2
+    kept = activation_bytes_per_layer(x, c)
+    if not is_cpu:
+        kept = kept * np.where(x.recompute == FULL, c.checkpoint, 1) * (x.offload_checkpoints == 0)
+    kept = stage_layers_at(x, stage) * kept + c.ends * end_bytes(x, stage, c)
+    # ALiBi's mask, which the engine keeps for all layers (engine/model/gpt.py)
+    buffers = x.alibi * x.value_bytes * x.heads / x.tp * x.seq**2
+    if not is_cpu:
+        # reduce and all-gather buckets of 16-bit values, the first one doubled to overlap
+        # (DeepSpeed's configuration page)
+        has_buckets = (x.pp == 1) & (x.replicas > 1) & (x.zero > 0)
+        buffers = c.base_bytes + has_buckets * (3 * 2.0 * x.bucket_values) + buffers
     parts = {
-        "weights": weights * ~away
-        + np.equal(x.zero, 3) * np.equal(x.pp, 1) * c.gathered * unit * x.value_bytes / 2,
+        "weights": weights * (x.offload != 2) + gathered,
         "gradients": gradients,
-        "optimizer": optimizer * here,
+        "optimizer": optimizer * (x.offload == 0),
         "activations": in_flight(x, stage) * kept,
         "working": working_bytes(x, stage, c),
-        # and ALiBi's mask, which the engine keeps for all layers (engine/model/gpt.py)
-        "buffers": (0.0 if cpu else c.base_bytes)
-        + buckets * bucket_bytes
-        + x.alibi * x.value_bytes * x.heads / x.tp * x.seq**2,
+        "buffers": buffers,
         "context": cluster.gpu.context_bytes,
     }
     needed = sum(parts.values())
-    free = 0.0 if cpu else np.sqrt(np.maximum(1 - needed / cluster.gpu.memory_bytes, 0))
+    free: Number = 0.0
+    if not is_cpu:
+        free = np.sqrt(np.maximum(1 - needed / cluster.gpu.memory_bytes, 0))
     return StageMemory(**parts, fragmentation=c.slack * free * needed)
 
 
@@ -355,13 +355,11 @@ def host_bytes(columns: Columns, stage: Number, constants: MemoryConstants = DEF
     """CPU memory of one GPU's offload: optimizer, weights ("full"), inputs of recomputed layers
     over tp.
     """
-    x, (weights, _, optimizer) = columns, model_states(columns, stage, constants)
+    x = columns
+    weights, _, optimizer = model_states(x, stage, constants)
     inputs = stage_layers_at(x, stage) * in_flight(x, stage) * activation_bytes_per_layer(x) / x.tp
-    return (
-        np.greater(x.offload, 0) * optimizer
-        + np.equal(x.offload, 2) * weights
-        + x.offload_checkpoints * inputs
-    )
+    away = (x.offload > 0) * optimizer + (x.offload == 2) * weights
+    return away + x.offload_checkpoints * inputs
 
 
 def memory_bytes(
@@ -373,8 +371,8 @@ def memory_bytes(
     last = np.atleast_1d(columns.pp) - 1
     stages = np.stack([np.zeros_like(last), np.minimum(1, last), last])
     most = np.max(stage_memory(columns, stages, cluster, constants).total, axis=0)
-    scalar = all(np.ndim(getattr(columns, f.name)) == 0 for f in fields(columns))
-    return most[0] if scalar else most
+    is_scalar = all(np.ndim(number) == 0 for number in columns.numbers.values())
+    return most[0] if is_scalar else most
 
 
 def memory_per_stage(
@@ -385,16 +383,12 @@ def memory_per_stage(
     engine: str = "",
 ) -> list[StageMemory]:
     """Peak memory of one GPU of each pipeline stage, first to last."""
-    every = stage_memory(
-        columns_of(shape, topology, engine), np.arange(topology.pp), cluster, constants
-    )
-    parts = {
-        f.name: np.broadcast_to(getattr(every, f.name), topology.pp).tolist()
-        for f in fields(StageMemory)
-    }
+    columns = columns_of(shape, topology, engine)
+    stages = stage_memory(columns, np.arange(topology.pp), cluster, constants)
+    parts = [np.broadcast_to(part, topology.pp).tolist() for part in vars(stages).values()]
     return [
-        StageMemory(**{name: values[i] for name, values in parts.items()})
-        for i in range(topology.pp)
+        StageMemory(**dict(zip(vars(stages), sizes, strict=True)))
+        for sizes in zip(*parts, strict=True)
     ]
 
 
