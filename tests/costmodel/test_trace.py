@@ -62,5 +62,5 @@ def test_what_was_traced_stands_beside_what_is_predicted(tmp_path, capsys):
     other = replace(plan, topology=replace(plan.topology, gbs=256))
     assert trace_of(other, path) is None
     trace_file(plan, path).write_text('{"plan": 3}')
-    with pytest.raises(ValueError, match=r"trace=.*trace-.*\.json: cannot be read"):
+    with pytest.raises(ValueError, match=r"^trace\."):
         trace_of(plan, path)

@@ -34,29 +34,12 @@ from trilane.costmodel.memory import (
 from trilane.costmodel.predict import support_of, unmeasured_half_width
 from trilane.costmodel.shipped import calibration_for, default, prior_of
 from trilane.utils.progress import progress
-from trilane.utils.tables import Columns, DataFrame, Table, Text, as_json, displayed
+from trilane.utils.tables import Columns, DataFrame, Table, Text, as_json
 from trilane.utils.validation import require, require_known
 
 # Sets of rows in data/: of the BigScience documents, cleaned and as printed; and of other cards,
 # stacks and shapes.
 SHIPPED = (*FILES, "measured")
-# Key of a figure -> column of a table, where % multiplies by 100.
-HEADERS = {
-    "n": "timed rows",
-    "median": "median error %",
-    "p90": "p90 %",
-    "coverage": "in interval %",
-    "rho": "rank correlation",
-    "regret_mean": "regret %",
-    "best": "best found",
-    "tables": "of tables",
-    "mem_median": "memory median %",
-    "mem_p90": "memory p90 %",
-    "oom": "OOM found",
-    "oom_of": "of OOM",
-    "false": "false OOM",
-    "false_of": "of runs",
-}
 LEAVE_OUT: dict[str, Callable[[MeasuredRow], Any]] = {
     "table": lambda row: row.table,
     "hidden": lambda row: row.case.shape.hidden_size,
@@ -230,7 +213,10 @@ class Backtest(Table):
     figures.
     """
 
-    digits = 2
+    shown = (
+        "rows n median p90 coverage rho regret_mean best tables mem_median mem_p90 "
+        "oom oom_of false false_of"
+    )
     rows: tuple[MeasuredRow, ...]
     predictions: tuple[RowPrediction, ...]
     skipped: tuple[Skipped, ...]
@@ -261,14 +247,12 @@ class Backtest(Table):
         frame = pd.DataFrame({"all": figures(self.pairs), **self.groups()}).T.infer_objects()
         for name in ("oom", "false"):
             frame[[name, f"{name}_of"]] = frame[name].str.split("/", expand=True).astype(int)
-        return frame.reindex(columns=[*HEADERS]).rename_axis("rows").reset_index()
-
-    def view(self) -> DataFrame:
-        return displayed(self.to_frame().rename(columns=HEADERS))
+        columns = self.shown.split()[1:]
+        return frame.reindex(columns=columns).rename_axis("rows").reset_index()
 
     def as_text(self) -> str:
         """The table for a terminal: a line per figure, a column per group."""
-        frame = self.view().set_index("rows").T.rename_axis(None, axis=1)
+        frame = self.to_frame().set_index("rows").T.rename_axis(None, axis=1)
         return frame.to_string(float_format="{:.4g}".format, na_rep="")
 
     def to_json(self) -> dict[str, Any]:

@@ -94,7 +94,7 @@ class Columns:
 
     @property
     def replicas(self) -> Number:
-        """Ranks among which gradients are summed: replicas, times the ranks that share a sequence."""
+        """Ranks that sum gradients: replicas, times the ranks that share a sequence."""
         return self.dp * self.cp
 
     @property
@@ -212,7 +212,7 @@ class Columns:
 
 
 def columns_of(shape: ModelShape, topology: Topology, engine: str = "") -> Columns:
-    """One plan as Columns of numbers; `engine` "" is Megatron-DeepSpeed as the documents used it."""
+    """One plan as numbers; `engine` "" is Megatron-DeepSpeed as the documents used it."""
     names = Columns.__dataclass_fields__.keys() & vars(topology)
     numbers = {name: number_of(name, getattr(topology, name)) for name in names}
     if engine:

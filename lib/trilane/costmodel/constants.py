@@ -44,19 +44,25 @@ class Constants:
     node          share of the node bus that an all-reduce reaches
     network       share of a node's network that gradient reduction and parameter gathering reach
     p2p           the same for activations between pipeline stages
-    misaligned    share of the fp32 peak that attention reaches where head_dim % 8 != 0 shuts the tensor cores out
-    crowding      exponent by which those attention kernels slow down with the heads in flight (cause unknown)
+    misaligned    share of the fp32 peak that attention reaches where head_dim % 8 != 0 shuts the
+                  tensor cores out
+    crowding      exponent by which those attention kernels slow down with the heads in flight
+                  (cause unknown)
     launch_s      seconds per layer and microbatch that kernels wait for their launch
     skew_s        seconds per all-reduce over 8 GPUs waiting for the last of them
     handoff_s     seconds per microbatch and stage boundary for meeting the neighbour
     pressure      relative slowdown when the caching allocator has no memory left to cache in
     flash         share of the peak that a flash attention kernel reaches
-    exposed       share of the gradient and parameter traffic that overlaps with computation and still does not hide
+    exposed       share of the gradient and parameter traffic that overlaps with computation and
+                  still does not hide
     passes        bytes that element-wise kernels move, over those of fused ones
     host_s        seconds in which the host launches one layer's kernels, forward and backward
-    overlap       given: share of the tensor-parallel (where it overlaps) and interleaved pipeline traffic that hides
-    whole_p2p     given: 1 where each tensor-parallel rank sends the whole activation to the next stage
-    reduce_scatter  given: 1 where ZeRO scatters gradients, 0 where it all-reduces them (DeepSpeed's pipeline of 2022)
+    overlap       given: share of the tensor-parallel (where it overlaps) and interleaved pipeline
+                  traffic that hides
+    whole_p2p     given: 1 where each tensor-parallel rank sends the whole activation to the next
+                  stage
+    reduce_scatter  given: 1 where ZeRO scatters gradients, 0 where it all-reduces them (DeepSpeed's
+                    pipeline of 2022)
     """
 
     # An efficiency cannot pass its peak; a waiting time cannot be negative. Priors: cuBLAS reaches

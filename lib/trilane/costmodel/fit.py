@@ -148,8 +148,10 @@ def left_out(errors: np.ndarray, effects: np.ndarray, noise: float) -> np.ndarra
 class Refit:
     """A calibration after rows, and what it is worth.
 
-    before   ln(predicted / measured) of each row by the prior, (N,); after: by a fit without that row
-    weight   how wide the prior was taken, in its own deviations; 0: the rows do not help, and the prior is kept
+    before   ln(predicted / measured) of each row by the prior, (N,); after: by a fit without that
+             row
+    weight   how wide the prior was taken, in its own deviations; 0: the rows do not help, and the
+             prior is kept
     """
 
     calibration: Calibration

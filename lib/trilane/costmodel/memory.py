@@ -32,23 +32,32 @@ class MemoryConstants:
     """What no formula gives, fitted to 115 rows of the BigScience documents. Other software:
     data/stacks.json.
 
-    optimizer     bytes per owned parameter: fp32 master, two moments and gradient (16), temporaries of the step
-    accumulated   bytes per held parameter that fp32 accumulation adds (4, and its flattened 16-bit copies)
-    unfused       share of layers whose norms and gates are several kernels each, and keep what is between
+    optimizer     bytes per owned parameter: fp32 master, two moments and gradient (16), temporaries
+                  of the step
+    accumulated   bytes per held parameter that fp32 accumulation adds (4, and its flattened 16-bit
+                  copies)
+    unfused       share of layers whose norms and gates are several kernels each, and keep what is
+                  between
     gates         share of layers whose gates alone are
-    scores        bytes kept of each score that attention writes: softmax's result 2, dropout's mask 1 and its result 2
-    masks         bytes that dropout's masks take of each value that a layer adds to its input: 1 each of 2
+    scores        bytes kept of each score that attention writes: softmax's result 2, dropout's mask
+                  1 and its result 2
+    masks         bytes that dropout's masks take of each value that a layer adds to its input: 1
+                  each of 2
     repeats       1 where keys and values that heads share are repeated for each head
     drops         share of hidden values that dropout drops, where the embedding's mask counts
     handed        1 where the outputs that a stage has sent stay, and a copy of what it has received
     ends          1 where what embedding and head keep counts among activations
-    whole         1 where ranks that share a sequence keep keys and values of all of it (engine/model/context.py)
+    whole         1 where ranks that share a sequence keep keys and values of all of it
+                  (engine/model/context.py)
     checkpoint    bytes kept over bytes needed for a layer's recomputed input
     working       recomputed activations of the layer at work, over Korthikanti's formula
-    gathered      bytes per parameter of the largest unit that ZeRO-3 gathers: weights, and its gradients
-    logit         bytes per logit of a microbatch: half precision, the fp32 copy, its softmax and gradient
+    gathered      bytes per parameter of the largest unit that ZeRO-3 gathers: weights, and its
+                  gradients
+    logit         bytes per logit of a microbatch: half precision, the fp32 copy, its softmax and
+                  gradient
     base_bytes    communication buffers and cuBLAS workspaces
-    slack         share by which the caching allocator holds more than is needed while the card is empty
+    slack         share by which the caching allocator holds more than is needed while the card is
+                  empty
     spread        standard deviation of ln(measured / predicted)
     """
 
@@ -170,10 +179,10 @@ def activation_bytes_per_layer(columns: Columns, constants: MemoryConstants = DE
 
     s seq, b mbs, h hidden, a heads, t tp, k channels of keys, f of the MLP:
 
-        none        s b h (10 + 24/t + 5 a s / (h t))     sequence parallel: s b h (34/t + 5 a s / (h t))
+        none        s b h (10 + 24/t + 5 a s / (h t))   sequence parallel: 34/t for 10 + 24/t
         selective   the 5 a s term dropped, as where a fused kernel has no scores
-        full        2 s b h                               sequence parallel: 2 s b h / t
-        operators   2 s b (h + (2 h + k + f)/t)           sequence parallel: 3 h / t first; a gate: h more
+        full        2 s b h                             sequence parallel: 2 s b h / t
+        operators   2 s b (h + (2 h + k + f)/t)         sequence parallel: 3 h / t first; a gate: h
         block       the mean of full and none
 
     Korthikanti et al. 2022, arXiv:2205.05198, table 2. Of the 24: queries, keys and values 6, the

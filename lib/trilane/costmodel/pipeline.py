@@ -70,22 +70,20 @@ def pipeline_schedule(topology: Topology, prediction: Prediction) -> PipelineSch
     at most: stages that wait for a slow one do a part of their fill and drain meanwhile. Over 600
     plans of four searches that was 0.01 % of the iteration at most.
     """
-    t, time = topology, prediction.time
-    inside = (
-        time.matmul + time.attention + time.elementwise + time.tensor_parallel
-    )  # parts inside a pass
-    computed = inside / t.microbatches  # seconds on the slowest stage
+    m = topology.microbatches
+    time = prediction.time
+    # parts inside a pass, of a microbatch on the slowest stage
+    computed = (time.matmul + time.attention + time.elementwise + time.tensor_parallel) / m
     scale = computed / max(prediction.stage_seconds)  # what the pressure on the card's memory adds
-    stages = [
-        seconds * scale + time.pipeline_p2p / t.microbatches for seconds in prediction.stage_seconds
-    ]
+    sent = time.pipeline_p2p / m
+    stages = [seconds * scale + sent for seconds in prediction.stage_seconds]
     # a backward pass has twice the FLOPs of a forward pass, and full recomputation repeats the
     # forward pass in it (Narayanan et al., appendix); left out: that embedding and head are not
     # recomputed
-    forward = 0.25 if t.recompute == "full" else 1 / 3
+    forward = 0.25 if topology.recompute == "full" else 1 / 3
     return PipelineSchedule(
         stage_seconds=tuple(stages),
-        passes=tuple(passes(stages, t.microbatches, t.interleaving, forward)),
+        passes=tuple(passes(stages, m, topology.interleaving, forward)),
         data_parallel=time.data_parallel,
         optimizer=time.optimizer,
     )
@@ -99,10 +97,12 @@ def passes(
     A forward pass needs that of the stage before (the first stage: of the last one, a chunk
     earlier), a backward pass that of the stage after.
     """
-    p, ends = len(stages), dict[tuple[int, Step], float]()
-    lengths = [{True: s * forward / chunks, False: s * (1 - forward) / chunks} for s in stages]
+    p = len(stages)
     queues = [list(steps(i, p, microbatches, chunks)) for i in range(p)]
-    done, free, found = [0] * p, [0.0] * p, [list[Pass]() for _ in stages]
+    done = [0] * p
+    free = [0.0] * p
+    ends = dict[tuple[int, Step], float]()
+    found = [list[Pass]() for _ in stages]
     while any(done[i] < len(queues[i]) for i in range(p)):
         for i in range(p):
             while done[i] < len(queues[i]):
@@ -111,11 +111,12 @@ def passes(
                 if needed and needed not in ends:
                     break
                 start = max(free[i], ends[needed] if needed else 0.0)
-                free[i] = ends[i, step] = start + lengths[i][step[0]]
-                is_forward, microbatch, chunk = step
-                found[i].append(Pass(i, is_forward, microbatch, chunk, start, free[i]))
+                share = forward if step[0] else 1 - forward
+                free[i] = start + stages[i] * share / chunks
+                ends[i, step] = free[i]
+                found[i].append(Pass(i, *step, start, free[i]))
                 done[i] += 1
-    return [each for own in found for each in own]
+    return [step for own in found for step in own]
 
 
 def steps(stage: int, stages: int, microbatches: int, chunks: int) -> Iterator[Step]:
@@ -124,13 +125,16 @@ def steps(stage: int, stages: int, microbatches: int, chunks: int) -> Iterator[S
     Interleaved, a stage warms up for 2 (p - i - 1) + (v - 1) p passes, as Megatron-LM's schedule
     does.
     """
-    p, v, total = stages, chunks, microbatches * chunks
-    ahead = p - stage - 1 if v == 1 else 2 * (p - stage - 1) + (v - 1) * p
+    p = stages
+    v = chunks
+    total = microbatches * v
+    ahead = p - stage - 1
+    if v > 1:
+        ahead = 2 * ahead + (v - 1) * p
     warm = min(ahead, total)
     for number in range(total + warm):
         if number < total:
-            microbatch, chunk = _place(number, p, v)
-            yield True, microbatch, chunk
+            yield True, *_place(number, p, v)
         if number >= warm:
             microbatch, chunk = _place(number - warm, p, v)
             yield False, microbatch, v - 1 - chunk
@@ -151,14 +155,13 @@ def _needed(stage: int, step: Step, stages: int, chunks: int) -> tuple[int, Step
     backward one.
     """
     is_forward, microbatch, chunk = step
+    last = stages - 1
     if is_forward:
         if stage:
             return stage - 1, step
-        return (stages - 1, (True, microbatch, chunk - 1)) if chunk else None
-    if stage < stages - 1:
+        return (last, (True, microbatch, chunk - 1)) if chunk else None
+    if stage < last:
         return stage + 1, step
-    return (
-        (0, (False, microbatch, chunk + 1))
-        if chunk < chunks - 1
-        else (stage, (True, microbatch, chunk))
-    )
+    if chunk < chunks - 1:
+        return 0, (False, microbatch, chunk + 1)
+    return stage, (True, microbatch, chunk)

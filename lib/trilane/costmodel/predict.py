@@ -181,7 +181,7 @@ def support_of(case: Case, calibration: Calibration, seconds: float) -> Support:
 
 
 def _mfu(case: Any, seconds: float) -> float:
-    """Share of the peak in the run's precision, by the model's FLOPs: recomputation does not count."""
+    """Share of the peak in the run's precision, by FLOPs without recomputation."""
     t = case.topology
     peak = max(case.cluster.gpu.flops_per_s(t.precision), 1.0)
     return case.shape.flops_per_iteration(t.gbs) / (seconds * t.gpus * peak)
@@ -271,12 +271,16 @@ class Prediction(Record):
     """Seconds per iteration with a 90 % interval, and memory of the fullest stage with a
     probability of running out.
 
-    sec_per_it, sec_lo, sec_hi   seconds of an iteration at the plan's batch, and their 90 % interval
-    memory_bytes        bytes on one GPU of the fullest stage; oom_probability: that they pass the card's
+    sec_per_it, sec_lo, sec_hi   seconds of an iteration at the plan's batch, and their 90 %
+                                 interval
+    memory_bytes        bytes on one GPU of the fullest stage; oom_probability: that they pass the
+                        card's
     host_memory_bytes   what the offload of one GPU takes of its host, 0 without offload
-    time                the seconds by part; stages: the memory of each pipeline stage by part, first to last
+    time                the seconds by part; stages: the memory of each pipeline stage by part,
+                        first to last
     stage_seconds       seconds of one microbatch, forward and backward, on each pipeline stage
-    support             the measured runs nearest to the plan; the interval widens with their distance
+    support             the measured runs nearest to the plan; the interval widens with their
+                        distance
     calibration         the constants that made it
     """
 
@@ -320,7 +324,7 @@ class Prediction(Record):
         return self.oom_probability > RISKY
 
     def to_json(self) -> dict[str, Any]:
-        """The prediction as a JSON object, with what it rests on in words, without the constants."""
+        """The prediction with what it rests on in words, without the constants."""
         values = to_mapping(self)
         del values["calibration"]
         values["support"]["words"] = self.support.words

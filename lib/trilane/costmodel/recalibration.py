@@ -301,10 +301,12 @@ def _require_plausible(rows: Sequence[MeasuredRow], ratio: np.ndarray) -> None:
     other.
     """
     ends = f"{rows[int(ratio.argmin())].row_id}, {rows[int(ratio.argmax())].row_id}"
-    rule = f"take {ratio.min():.3g} and {ratio.max():.3g} of what is predicted: they contradict each other"
+    took = f"take {ratio.min():.3g} and {ratio.max():.3g} of what is predicted"
+    rule = f"{took}: they contradict each other"
     require(ratio.max() < CONTRADICTION * ratio.min(), "rows", ends, rule)
     factor = float(np.median(ratio))
-    rule = f"is {factor:.2g} of what is predicted, as are the others: seconds of an iteration are needed"
+    rule = f"is {factor:.2g} of what is predicted, as are the others"
+    rule += ": seconds of an iteration are needed"
     is_plausible = 1 / OTHER_UNIT < factor < OTHER_UNIT
     require(is_plausible, "sec_per_it", f"{rows[0].seconds:g}", rule)
 

@@ -11,9 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from trilane.config.plan import Plan, locate_plan
-from trilane.utils.files import json_object, read_text
 from trilane.utils.tables import Record
-from trilane.utils.validation import from_mapping
+from trilane.utils.validation import from_mapping, read_json
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,7 +21,8 @@ class Collective(Record):
     count as one each.
 
     kind    all-reduce, all-gather, reduce-scatter, broadcast, all-to-all, send, receive
-    group   the axes along which its ranks differ: tp, cp, dp (with cp), pp or joined as in tp-dp-pp; embedding: the
+    group   the axes along which its ranks differ: tp, cp, dp (with cp), pp or joined as in
+            tp-dp-pp; embedding: the
             first and the last stage. Groups of one rank are left out
     bytes   of all `count`: the whole tensor, so that of what is gathered or scattered all parts
     """
@@ -55,12 +55,17 @@ class TracedStage(Record):
     """One rank of a pipeline stage (its first, of the first replica) over one iteration of all
     microbatches.
 
-    peak_bytes, peak_at     the most alive at once, and when: "backward of microbatch 3"; the kinds below are of then
-    activations_bytes       what forward passes left for their backward passes, of all microbatches in flight
+    peak_bytes, peak_at     the most alive at once, and when: "backward of microbatch 3"; the kinds
+                            below are of then
+    activations_bytes       what forward passes left for their backward passes, of all microbatches
+                            in flight
     activations_each_bytes  of one microbatch, once its forward pass is done
-    buffers_bytes           alive between iterations, and neither weights, gradients nor optimizer: communication
-    temporary_bytes         the rest: what the pass at the peak works with, recomputed activations as well
-    flops                   of matrix products and attention, which counts whole (not causal), as in costmodel.layers
+    buffers_bytes           alive between iterations, and neither weights, gradients nor optimizer:
+                            communication
+    temporary_bytes         the rest: what the pass at the peak works with, recomputed activations
+                            as well
+    flops                   of matrix products and attention, which counts whole (not causal), as in
+                            costmodel.layers
     operations              kernels: operations that are not views
     """
 
@@ -115,15 +120,10 @@ def trace_of(plan: Plan, plan_path: Path | str) -> Trace | None:
     """The trace of this very plan (its id) beside its file, or in the study above a run's folder;
     None without one.
     """
-    beside = trace_file(plan, plan_path).absolute()
-    for path in (folder / beside.name for folder in beside.parents[:3]):
-        if path.exists():
-            try:
-                return from_mapping(Trace, json_object(read_text(path)) or {}, "trace")
-            except ValueError as error:
-                raise ValueError(
-                    f"trace={path}: cannot be read ({error}); trace the plan again"
-                ) from None
+    file = trace_file(plan, plan_path).absolute()
+    for folder in file.parents[:3]:
+        if (folder / file.name).exists():
+            return from_mapping(Trace, read_json(folder / file.name, "trace"), "trace")
     return None
 
 
@@ -140,28 +140,23 @@ def timeline(trace: Trace, seconds: float) -> dict[str, Any]:
     other stages is not shown. The memory of a stage is a counter. Trace Event Format: phases X
     (microseconds), C and M.
     """
+    shown = 1e6 * seconds * trace.traced_microbatches / trace.microbatches
     events: list[dict[str, Any]] = []
-    for stage in (stage for stage in trace.stages if stage.schedule):
-        place, at = {"pid": stage.stage, "tid": 0}, 0.0
-        events.append(
-            {"ph": "M", "name": "process_name", **place, "args": {"name": f"stage {stage.stage}"}}
-        )
-        whole = sum(p.flops for p in stage.schedule) or 1.0
-        shown = seconds * trace.traced_microbatches / trace.microbatches
-        for p in stage.schedule:
-            length = 1e6 * shown * max(p.flops / whole, 1e-3)
-            name = f"{p.kind} {p.microbatch}" if p.microbatch >= 0 else p.kind
-            events.append(
-                {"ph": "X", "name": name, "ts": at, "dur": length, **place, "args": p.to_json()}
-            )
-            events.append(
-                {
-                    "ph": "C",
-                    "name": "memory",
-                    "ts": at,
-                    **place,
-                    "args": {"GiB": p.peak_bytes / 2**30},
-                }
-            )
-            at += length
+    for stage in trace.stages:
+        if not stage.schedule:
+            continue
+        place = {"pid": stage.stage, "tid": 0}
+        name = {"name": f"stage {stage.stage}"}
+        events.append({"ph": "M", "name": "process_name", **place, "args": name})
+        total = sum(step.flops for step in stage.schedule) or 1.0
+        start = 0.0
+        for step in stage.schedule:
+            duration = shown * max(step.flops / total, 1e-3)  # a step without FLOPs is seen, too
+            title = f"{step.kind} {step.microbatch}" if step.microbatch >= 0 else step.kind
+            at = {"ts": start, **place}
+            args = step.to_json()
+            events.append({"ph": "X", "name": title, "dur": duration, **at, "args": args})
+            memory = {"GiB": step.peak_bytes / 2**30}
+            events.append({"ph": "C", "name": "memory", **at, "args": memory})
+            start += duration
     return {"traceEvents": events, "displayTimeUnit": "ms"}

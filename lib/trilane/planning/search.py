@@ -296,7 +296,7 @@ def search_space(
     top: int = 200,
     distinct: bool = False,
 ) -> SearchResult:
-    """Predict every topology of a space; the `top` fastest, and the front of speed against memory."""
+    """Predict every topology of a space: the `top` fastest, and the Pareto front."""
     require_integer("top", top, 1)
     cluster.gpu.flops_per_s(space.fixed.precision)
     known = calibration or calibration_for(cluster)

@@ -40,7 +40,7 @@ class Candidate(Record):
         return self.plan.label
 
     def to_json(self) -> dict[str, Any]:
-        """The plan as plan.json has it, with its id, its prediction and the constants that made it."""
+        """The plan as plan.json has it, with its id, prediction and constants."""
         return {"id": self.plan.id, **self.plan.to_json(), **self.prediction.beside()}
 
     def summary(self) -> str:
@@ -124,7 +124,8 @@ def first_per_sizes(rows: Iterable[T], sizes: Callable[[T], ParallelSizes]) -> l
 class SearchResult(Table):
     """The best candidates, best first; all refused topologies counted by rule.
 
-    candidates   may run out of memory in one run of ten at most; `risky` ones more often: listed apart, best first too
+    candidates   may run out of memory in one run of ten at most; `risky` ones more often: listed
+                 apart, best first too
     front        makes `pareto`, each of whose plans takes a full prediction
     find_cure    tries what would let a topology run, as options
     """

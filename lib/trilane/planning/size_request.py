@@ -24,9 +24,9 @@ TILE = 128
 MOST = 1e14  # parameters: a hundred times what has been trained
 
 
-# Published ratios of hidden size to layers: the prequel's table has 109 to 195 (530B) above 100B, and
-# 204 in what it trained; below 20B they are narrower: 64 (GPT-2, 12 x 768) to 128 (GPT-3 13B, 40 x
-# 5140; arXiv:2005.14165, table 2.1)
+# Published ratios of hidden size to layers: the prequel's table has 109 to 195 (530B) above 100B,
+# and 204 in what it trained; below 20B they are narrower: 64 (GPT-2, 12 x 768) to 128 (GPT-3 13B,
+# 40 x 5140; arXiv:2005.14165, table 2.1)
 LARGE = 20e9
 LARGE_RATIOS = (100.0, 250.0)
 SMALL_RATIOS = (48.0, 160.0)
@@ -47,8 +47,10 @@ class Kind:
     """What proposed shapes have in common: fields of a ModelShape, shared heads, and the width of
     the MLP.
 
-    kv_heads     heads of keys and values, where they can be shared by groups of equal size; 0: one for each head
-    ffn          channels of the MLP over the hidden size, rounded up to whole tiles; 0: ModelShape's own rule
+    kv_heads     heads of keys and values, where they can be shared by groups of equal size; 0: one
+                 for each head
+    ffn          channels of the MLP over the hidden size, rounded up to whole tiles; 0:
+                 ModelShape's own rule
     ffn_alone    the same where no heads can be shared
     """
 

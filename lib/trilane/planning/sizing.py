@@ -25,7 +25,7 @@ from trilane.planning.search_result import (
 )
 from trilane.planning.size_request import TILE, SizeRequest, usable_heads
 from trilane.utils.numbers import amount, size_text, with_bounds, with_interval
-from trilane.utils.tables import Columns, DataFrame, Record, Table, Text, displayed
+from trilane.utils.tables import Columns, DataFrame, Table, Text, displayed
 from trilane.utils.validation import require, require_known, to_mapping
 from trilane.workspace.study import load_cluster
 
@@ -34,21 +34,15 @@ HALF_A_LAYER = 0.5  # from which size on an embedding should count as a layer: o
 
 
 @dataclass(frozen=True, kw_only=True)
-class Proposal(Record):
+class Proposal(Candidate):
     """A shape on its best topology, what training it costs, and which rules it breaks."""
 
-    plan: Plan
-    prediction: Prediction
     tokens: float
     notes: tuple[str, ...] = ()
 
     @property
     def shape(self) -> ModelShape:
         return self.plan.shape
-
-    @property
-    def topology(self) -> Topology:
-        return self.plan.topology
 
     @property
     def size(self) -> str:
@@ -61,7 +55,7 @@ class Proposal(Record):
 
     @property
     def tflops(self) -> tuple[float, float, float]:
-        """TFLOP/s a GPU (Narayanan's formula), predicted, lowest and highest of the 90 % interval."""
+        """TFLOP/s a GPU (Narayanan's formula), with their 90 % interval."""
         t = self.topology
         p = self.prediction
         flops = self.shape.flops_per_iteration(t.gbs, t.recompute == "full")
@@ -337,7 +331,7 @@ def _proposal(plan: Plan, request: SizeRequest) -> Proposal:
 
 
 def broken_rules(shape: ModelShape, topology: Topology) -> list[str]:
-    """One line for every rule that the shape breaks on that topology; the first may be a refusal."""
+    """A line for every rule that the shape breaks on that topology."""
     t = topology
     reason = invalid_reason(shape, t)
     notes = [reason] if reason else []

@@ -47,8 +47,10 @@ def divisors(n: int) -> list[int]:
 class Space(Record):
     """The topologies of some GPU counts and global batch sizes.
 
-    pins    values of Topology's fields that a search varies; what is not named may take every value that makes sense
-    fixed   the topology whose other fields all have: precision, attention, the sums of gradients, ...
+    pins    values of Topology's fields that a search varies; what is not named may take every value
+            that makes sense
+    fixed   the topology whose other fields all have: precision, attention, the sums of gradients,
+            ...
 
     Raises ValueError for an empty or senseless choice.
     """
