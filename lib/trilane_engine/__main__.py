@@ -27,7 +27,8 @@ def main(argv: list[str]) -> int:
     """0 after the last iteration or a requested stop; 2 with one line where it cannot be trained; 1
     otherwise.
     """
-    begin, signals = time.monotonic(), Signals()
+    begin = time.monotonic()
+    signals = Signals()
     die_with_parent()
     allow_open_files()
     _redirect_output()
@@ -85,12 +86,13 @@ def _redirect_output() -> None:
     """
     folder = os.environ.get("TRILANE_RANK_LOGS")
     if folder:
-        log = os.open(
-            f"{folder}/{os.environ['RANK']}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644
-        )
+        path = f"{folder}/{os.environ['RANK']}.log"
+        log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         os.dup2(log, 1)
         os.dup2(log, 2)
-    sys.stdout, sys.stderr = patient_text(1), patient_text(2)  # a full disk does not end a training
+    # a full disk does not end a training
+    sys.stdout = patient_text(1)
+    sys.stderr = patient_text(2)
 
 
 def _is_refusal(error: ValueError) -> bool:
@@ -111,6 +113,7 @@ def stamp(world: Any) -> dict[str, Any]:
     for name in ("torch", "megatron-core", "deepspeed", "numpy", "tokenizers"):
         with contextlib.suppress(PackageNotFoundError):
             versions[name] = version(name)
+    cards = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     return {
         "git": revision(),
         "versions": versions,
@@ -118,14 +121,12 @@ def stamp(world: Any) -> dict[str, Any]:
         "platform": platform.platform(),
         "world_size": world.size,
         "processes_per_host": world.local_size,
-        "devices": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-        or ["cpu"],
+        "devices": cards or ["cpu"],
         "backend": torch.distributed.get_backend(),
         "cores": len(core_numbers()),
         "threads": torch.get_num_threads(),
-        "restarts": int(
-            os.environ.get("TORCHELASTIC_RESTART_COUNT") or 0
-        ),  # by ft_launcher, within the job
+        # by ft_launcher, within the job
+        "restarts": int(os.environ.get("TORCHELASTIC_RESTART_COUNT") or 0),
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
         "argv": sys.argv,
     }

@@ -32,9 +32,8 @@ def enable_cpu() -> None:
     logging.getLogger("megatron.core.models.gpt.gpt_model").setLevel(logging.ERROR)
     if torch.cuda.is_available():
         return
-    os.environ.setdefault(
-        "DS_ACCELERATOR", "cpu"
-    )  # else DeepSpeed prints on every rank that it found no GPU
+    # else DeepSpeed prints on every rank that it found no GPU
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
     # A CUDA build of torch warns on every rank, at its import, where CUDA's compiler is installed
     # without a GPU.
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
@@ -64,11 +63,9 @@ def enable_cpu() -> None:
     # megatron-core's optimizers look for 'torch.cuda.FloatTensor'.
 
     def type_as_on_cuda(self: torch.Tensor, *to: Any, **options: Any) -> Any:
-        return (
-            plain(self, *to, **options)
-            if to or options
-            else plain(self).replace("torch.", "torch.cuda.", 1)
-        )
+        if to or options:
+            return plain(self, *to, **options)
+        return plain(self).replace("torch.", "torch.cuda.", 1)
 
     tensor.type = type_as_on_cuda
     tensor.cuda = lambda self, *args, **options: self

@@ -34,17 +34,16 @@ from trilane_engine.signals import Signals
 from trilane_engine.world import World
 
 GARBAGE_INTERVAL = 10  # iterations; of what is made after the first one a collection takes 0.2 ms
+# The signals of one request reach all ranks, and a rank's child and parent, within so long.
+ONE_SIGNAL_S = 10.0
 
 
 class StopRequest(NamedTuple):
-    """What is requested, and its source; `writing`: a save that has begun is still being written by
-    some rank.
-    """
+    """What is requested, and its source."""
 
     reason: str = ""
     save: bool = False
     stop: bool = False
-    writing: bool = False
 
 
 class StopRequests:
@@ -69,46 +68,55 @@ class StopRequests:
     def __init__(
         self, folder: Path, run: Run, world: World, signals: Signals, begin: float
     ) -> None:
-        self._folder, self._world, self._signals = folder, world, signals
-        self._end = (
-            begin + 60 * run.exit_duration_minutes if run.exit_duration_minutes else math.inf
-        )
+        self._folder = folder
+        self._world = world
+        self._signals = signals
+        self._end = math.inf
+        if run.exit_duration_minutes:
+            self._end = begin + 60 * run.exit_duration_minutes
         self._agreed_s = -math.inf
 
-    def now(self, begun: bool = True, writing: bool = False, due: bool = True) -> StopRequest:
+    def now(
+        self, begun: bool = True, writing: bool = False, due: bool = True
+    ) -> tuple[StopRequest, bool]:
         """The highest request of any rank, and whether any is `writing`, the same on all: one
         all-reduce.
 
-        `due`: a checkpoint is saved now, or none is saved at intervals.
-
-        Before the first iteration (not `begun`) only SIGTERM and the file `stop` count, not the
-        clock.
+        `due`: a checkpoint is saved now, or none is saved at intervals. Before the first iteration
+        (not `begun`) only SIGTERM and the file `stop` count, not the clock.
         """
         highest = torch.tensor([self.pending(begun, due), int(writing)], device=self._world.device)
         dist.all_reduce(highest, op=dist.ReduceOp.MAX)
-        number, some = highest.tolist()
+        number, some_write = highest.tolist()
         if self.requests[number].save:
             self._agreed_s = time.monotonic()
-        return self.requests[number]._replace(writing=bool(some))
+        return self.requests[number], bool(some_write)
 
     def pending(self, begun: bool = True, due: bool = True) -> int:
         """The number of the highest request on this rank; the file `save` is removed."""
-        first, save = self._world.is_first, self._folder / "save"
-        found = [0, 6 * self._signals.stop, 5 * (first and (self._folder / "stop").exists())]
-        if begun:
-            # The signals of one request reach all ranks, and a rank's child and parent, within ten
-            # seconds: one that comes before, or up to so long after, all have agreed to save is the
-            # same request.
-            found += [
-                int(self._signals.save_s > self._agreed_s + 10.0),
-                4 * (first and time.monotonic() >= self._end),
-            ]
-            asked = first and save.exists()
-            restarts = asked and read_text(save, 100) == RESTART
-            if asked and (due or not restarts):
-                found += [3 if restarts else 2]
-                save.unlink(missing_ok=True)
-        return max(found)
+        is_first = self._world.is_first
+        asked = self._saves_asked(due) if begun and is_first else 0
+        if self._signals.stop:
+            return 6
+        if is_first and (self._folder / "stop").exists():
+            return 5
+        if begun and is_first and time.monotonic() >= self._end:
+            return 4
+        # a signal that comes up to so long after all have agreed to save is the same request
+        if begun and self._signals.save_s > self._agreed_s + ONE_SIGNAL_S:
+            return max(asked, 1)
+        return asked
+
+    def _saves_asked(self, due: bool) -> int:
+        """The number of the request by the file `save`."""
+        save = self._folder / "save"
+        if not save.exists():
+            return 0
+        restarts = read_text(save, 100) == RESTART
+        if restarts and not due:
+            return 0
+        save.unlink(missing_ok=True)
+        return 3 if restarts else 2
 
 
 class Training:
@@ -117,28 +125,29 @@ class Training:
     def __init__(
         self, plan: Plan, world: World, folder: Path, signals: Signals, begin: float
     ) -> None:
-        self._world, self._folder, self._begin = world, folder, begin
+        self._world = world
+        self._folder = folder
+        self._begin = begin
         self._requests = StopRequests(folder, plan.run, world, signals, begin)
         checkpoint = find(folder, plan, world)  # before a large model is built for nothing
-        self._plan, self._engine = plan, build(plan, world)
+        self._plan = plan
+        self._engine = build(plan, world)
         self._print(self._engine.path)
-        for name, settings in self._engine.settings.items() if world.is_first else ():
-            write_json(folder / name, settings)
+        if world.is_first:
+            for name, settings in self._engine.settings.items():
+                write_json(folder / name, settings)
         self._loader = SampleLoader(plan, world, self._engine.replica)
-        self._done, self._saved, self._not_finite, self._is_short = 0, "", "", False
+        self._done = 0
+        self._saved = ""
+        self._not_finite = ""
+        self._is_short = False
         if checkpoint:
             load(checkpoint, plan, world, self._engine)
             self._done = checkpoint.iteration
-            write_loaded(
-                folder,
-                plan,
-                world,
-                self._engine,
-                self._done,
-                lookahead(plan, self._loader, self._done),
-            )
-            own = checkpoint.path.parent == folder / FOLDER
-            self._saved = checkpoint.path.name if own else ""
+            upcoming = lookahead(plan, self._loader, self._done)
+            write_loaded(folder, plan, world, self._engine, self._done, upcoming)
+            if checkpoint.path.parent == folder / FOLDER:
+                self._saved = checkpoint.path.name
             self._print(f"resumes after iteration {self._done} of {checkpoint.path}")
             for line in since(checkpoint.manifest, plan):
                 self._print(f"changed since that checkpoint: {line}")
@@ -149,28 +158,31 @@ class Training:
 
     def run(self) -> None:
         """Train to the last iteration or until a stop is requested; status.json records which."""
-        log, run = TrainingLog(self._plan, self._world, self._folder), self._plan.run
+        run = self._plan.run
+        log = TrainingLog(self._plan, self._world, self._folder)
         first = next((batch.number for batch in self._plan.batches(self._done)), 0)
-        request = self._requests.now(begun=False)
-        if not storage.trouble(self._folder).startswith(
-            storage.NOT_SAVED
-        ):  # which only a save proves to be over
+        request, _ = self._requests.now(begun=False)
+        # that saving works again, only a save proves
+        if not storage.trouble(self._folder).startswith(storage.NOT_SAVED):
             self._check_storage()
         begin = time.perf_counter()
-        for batch in self._plan.batches(self._done) if not request.stop else ():
+        for batch in self._plan.batches(self._done):
+            if request.stop:
+                break
             begin = self._step(batch, log, begin)
-            if batch.number in (first, run.goal):  # the optimizer's states exist from the second on
+            is_first = batch.number == first
+            if is_first or batch.number == run.goal:  # optimizer's states exist from the second on
                 print(memory_line(self._world.rank, batch.number, self._world.device), flush=True)
-            _collect(batch.number, first)
+            _collect(batch.number, is_first)
             evaluates = run.evaluates_after(batch.number)
             if evaluates:
                 self._evaluate(batch, log)
-            due = not run.save_interval or batch.number % run.save_interval == 0
-            request = self._requests.now(writing=self._saver.writing, due=due)
-            if self._saves(batch, request) or evaluates:
+            at_interval = bool(run.save_interval) and batch.number % run.save_interval == 0
+            due = at_interval or not run.save_interval
+            request, writing = self._requests.now(writing=self._saver.writing, due=due)
+            saves = at_interval or request.save or (batch.number == run.goal and run.saves_at_end)
+            if self._save(batch, saves, writing) or evaluates:
                 begin = time.perf_counter()  # what was done since is counted in no iteration
-            if request.stop:
-                break
         gc.unfreeze()
         gc.enable()
         log.close()
@@ -187,9 +199,8 @@ class Training:
         """Train one batch; the time at its end."""
         heartbeat.at(batch.number)
         if batch.number > self._done + 1:
-            self._print(
-                f"skips iterations {self._done + 1} to {batch.number - 1}: next is sample {batch.first}"
-            )
+            left_out = f"skips iterations {self._done + 1} to {batch.number - 1}"
+            self._print(f"{left_out}: next is sample {batch.first}")
         lr = self._plan.optimizer.learning_rate(batch.end, self._plan.samples)
         with phase(DATA):
             microbatches = self._loader.microbatches(batch)
@@ -208,91 +219,92 @@ class Training:
 
     def _evaluate(self, batch: Batch, log: TrainingLog) -> None:
         """The mean loss over the samples held out, the same ones after each `batch`."""
-        begin, losses = time.perf_counter(), list[float]()
+        begin = time.perf_counter()
+        losses = []
         with phase("evaluate"):
             for microbatches in self._loader.validation():
                 losses.append(self._engine.evaluate(microbatches))
                 heartbeat.at(batch.number)
         log.evaluated(batch, math.fsum(losses) / len(losses), time.perf_counter() - begin)
 
-    def _saves(self, batch: Batch, request: StopRequest) -> bool:
-        """Finish the last save once all ranks have written it, and begin the one that is due;
-        whether it did either.
+    def _save(self, batch: Batch, due: bool, writing: bool) -> bool:
+        """Finish the last save once no rank is `writing`, and begin the one that is due; whether it
+        did either.
         """
-        run, begun = self._plan.run, self._saver.begun
-        due = request.save or (bool(run.save_interval) and batch.number % run.save_interval == 0)
-        due = due or (batch.number == run.goal and run.saves_at_end)
-        if begun and (due or not request.writing):
+        finishes = self._saver.begun and (due or not writing)
+        if finishes:
             self._report(self._saver.finish)
         if due:
-            self._report(
-                lambda: self._saver.begin(batch, lookahead(self._plan, self._loader, batch.number))
-            )
-        return due or (begun and not self._saver.begun)
+            upcoming = lookahead(self._plan, self._loader, batch.number)
+            self._report(lambda: self._saver.begin(batch, upcoming))
+        return due or finishes
 
     def _report(self, part: Callable[[], Saved | None]) -> None:
         """Do a part of a save, and print its result where it has one."""
         with phase(SAVE):
             saved = part()
-        if saved and saved.problem:
+        if saved is None:
+            return
+        if saved.problem:
             problem = f"{storage.NOT_SAVED}: {saved}; the newest is {self._saved or 'none'}"
             self._print(problem)
-            self._check_storage(problem)
-        elif saved:
-            self._saved = saved.name
-            self._print(str(saved))
-            self._check_storage()
+            if self._world.is_first:
+                storage.note(self._folder, problem)
+            return
+        self._saved = saved.name
+        self._print(str(saved))
+        self._check_storage()
 
-    def _check_storage(self, problem: str = "") -> None:
-        """Record why a save failed, else whether the next one fits: one line until that changes."""
+    def _check_storage(self) -> None:
+        """Record whether the next save fits: one line until that changes."""
         if not self._world.is_first:
             return
-        if (
-            not problem
-            and self._plan.run.saves_at_end
-            and self._saved != name_of(self._plan.run.goal)
-        ):
+        problem = ""
+        run = self._plan.run
+        if run.saves_at_end and self._saved != name_of(run.goal):
             problem = storage.shortage(self._folder, self._plan)
-            if problem and not self._is_short:
-                self._print(problem)
-            self._is_short = bool(problem)
+        if problem and not self._is_short:
+            self._print(problem)
+        self._is_short = bool(problem)
         storage.note(self._folder, problem)
 
     def _end(self, request: StopRequest) -> None:
         """Print and record whether the run completed, or what stopped it and the newest checkpoint."""
-        goal, last = self._plan.run.goal, self._saved == name_of(self._done)
-        newest = f"{'saved' if last else 'the newest checkpoint is'} {FOLDER}/{self._saved}"
-        newest = newest if self._saved else "no checkpoint"
-        status, evidence = (
-            Status.STOPPED,
-            f"stopped at iteration {self._done} by {request.reason}, {newest}",
-        )
-        if self._done == goal:
+        goal = self._plan.run.goal
+        is_saved = self._saved == name_of(self._done)
+        newest = "no checkpoint"
+        if self._saved:
+            verb = "saved" if is_saved else "the newest checkpoint is"
+            newest = f"{verb} {FOLDER}/{self._saved}"
+        status = Status.STOPPED
+        if self._done == goal and (is_saved or not self._plan.run.saves_at_end):
+            status = Status.COMPLETED
+            evidence = f"iteration {goal} of {goal}"
+        elif self._done == goal:
             evidence = f"iteration {goal} is reached, but not saved: {newest}"
-            if last or not self._plan.run.saves_at_end:
-                status, evidence = Status.COMPLETED, f"iteration {goal} of {goal}"
+        else:
+            evidence = f"stopped at iteration {self._done} by {request.reason}, {newest}"
         if status is Status.STOPPED:
             self._print(evidence)
-        evidence += f"; {self._not_finite}" * bool(self._not_finite)
+        if self._not_finite:
+            evidence += f"; {self._not_finite}"
         seconds = round(time.monotonic() - self._begin, 3)
         outcome = RunStatus(
             status=status, evidence=evidence, rank=None, exit_code=0, seconds=seconds
         )
         if self._world.is_first and not write_status(self._folder, outcome):
-            self._print(
-                f"{status}: {evidence}; the disk is full, so that status.json does not record it"
-            )
+            self._print(f"{evidence}; the disk is full, so that status.json does not record it")
 
     def _print(self, text: str) -> None:
         if text and self._world.is_first:
             print_note(text)
 
 
-def _collect(iteration: int, first: int) -> None:
+def _collect(iteration: int, is_first: bool) -> None:
     """Collect garbage in the same iterations on all ranks: one that collects when it likes makes
     all others wait.
     """
-    if iteration == first:
+    if is_first:
         gc.disable()
         gc.collect()
         gc.freeze()  # what exists now stays to the end; to look through it takes 0.2 s

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.utils import unwrap_model
+from torch import Tensor, nn
 
 from trilane_engine import patches
 from trilane_engine.model.gpt import whole_name
@@ -39,18 +40,11 @@ class Seen(NamedTuple):
     text: str
 
 
-UNSEEN = Seen(
-    1 << 40,
-    True,
-    0,
-    0,
-    True,
-    0,
-    "repeated, the batch is finite everywhere: a fault of a device or link?",
-)
+NOTHING = "repeated, the batch is finite everywhere: a fault of a device or link?"
+UNSEEN = Seen(1 << 40, True, 0, 0, True, 0, NOTHING)
 
 
-def first_of(chunks: Sequence[torch.nn.Module], repeat: Callable[[], object]) -> str:
+def first_of(chunks: Sequence[nn.Module], repeat: Callable[[], object]) -> str:
     """Where a value arises that is not finite, while `repeat()` computes the batch's gradients
     again; collective.
 
@@ -60,21 +54,23 @@ def first_of(chunks: Sequence[torch.nn.Module], repeat: Callable[[], object]) ->
     # what is compiled calls no hooks
     with watch.hooks(), torch.compiler.set_stance("force_eager"), torch.enable_grad():
         repeat()
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, tuple(min(watch.first, watch.of_weights())))
-    return Seen(*min(found)).text
+    every: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(every, tuple(min(watch.first, watch.of_weights())))
+    return Seen(*min(every)).text
 
 
 class Watch:
     """What hooks on the modules of this rank's chunks have seen."""
 
-    def __init__(self, chunks: Sequence[torch.nn.Module], rank: int) -> None:
-        self._chunks, self._rank, self.first = chunks, rank, UNSEEN
-        self._forward, self._backward = (
-            [-1] * len(chunks),
-            [0] * len(chunks),
-        )  # the microbatch in each chunk
-        self._looked, self._largest = 0, dict[Pass, tuple[float, str]]()  # and in which value
+    def __init__(self, chunks: Sequence[nn.Module], rank: int) -> None:
+        self._chunks = chunks
+        self._rank = rank
+        self.first = UNSEEN
+        # the microbatch in each chunk
+        self._forward = [-1] * len(chunks)
+        self._backward = [0] * len(chunks)
+        self._looked = 0
+        self._largest: dict[Pass, tuple[float, str]] = {}  # and in which value
 
     @contextlib.contextmanager
     def hooks(self) -> Iterator[None]:
@@ -83,15 +79,10 @@ class Watch:
             for number, chunk in enumerate(self._chunks):
                 stack.enter_context(chunk.register_forward_pre_hook(partial(self._begin, number)))
                 for name, module in named(chunk):
-                    takes, gives = (
-                        partial(self._see, number, f"the {word} of {name}")
-                        for word in ("input", "output")
-                    )
+                    takes = partial(self._see, number, f"the input of {name}")
+                    gives = partial(self._gives, number, f"the output of {name}")
                     stack.enter_context(module.register_forward_pre_hook(takes, with_kwargs=True))
-                    hook = module.register_forward_hook(
-                        lambda m, _, given, gives=gives: gives(m, given)
-                    )
-                    stack.enter_context(hook)
+                    stack.enter_context(module.register_forward_hook(gives))
             yield
 
     def of_weights(self) -> Seen:
@@ -100,55 +91,61 @@ class Watch:
             for name, weight in chunk.named_parameters():
                 gradient = getattr(weight, "main_grad", weight.grad)
                 if gradient is not None and not math.isfinite(largest(gradient)):
-                    text = f"{kind(gradient)} in the gradient of {name}, summed over microbatches and replicas"
+                    text = f"{kind(gradient)} in the gradient of {name}, summed over microbatches"
+                    last = UNSEEN.microbatch - 1
                     return UNSEEN._replace(
-                        microbatch=UNSEEN.microbatch - 1, order=number, rank=self._rank, text=text
+                        microbatch=last, order=number, rank=self._rank, text=f"{text} and replicas"
                     )
         return UNSEEN
 
     def _begin(self, number: int, *_: Any) -> None:
         self._forward[number] += 1
 
-    def _see(self, number: int, what: str, module: torch.nn.Module, *values: Any) -> None:
+    def _gives(self, number: int, what: str, module: nn.Module, _: Any, out: Any) -> None:
+        self._see(number, what, module, out)
+
+    def _see(self, number: int, what: str, module: nn.Module, *values: Any) -> None:
         """Look at the tensors that a module takes or gives now, and at their gradients when they
         come.
         """
-        again = patches.runs_backward()  # it recomputes a forward pass
-        microbatch = (self._backward if again else self._forward)[number]
+        recomputes = patches.runs_backward()
+        microbatch = (self._backward if recomputes else self._forward)[number]
         for tensor in patches.tensors_of(values):
             # a tied head takes its weight, whose gradients are those of all microbatches
-            if tensor.is_floating_point() and not isinstance(tensor, torch.nn.Parameter):
-                self._look((number, microbatch, False), what, module, tensor)
-                if tensor.requires_grad:
-                    gradient = f"the gradient of {what}"
-                    tensor.register_hook(
-                        partial(self._look, (number, microbatch, True), gradient, module)
-                    )
+            if not tensor.is_floating_point() or isinstance(tensor, nn.Parameter):
+                continue
+            self._look((number, microbatch, False), what, module, tensor)
+            if tensor.requires_grad:
+                at = (number, microbatch, True)
+                tensor.register_hook(partial(self._look, at, f"the gradient of {what}", module))
 
-    def _look(self, at: Pass, what: str, module: torch.nn.Module, tensor: torch.Tensor) -> None:
+    def _look(self, at: Pass, what: str, module: nn.Module, tensor: Tensor) -> None:
         """Keep the largest value, or the first that is not finite."""
         number, microbatch, backward = at
         if backward:
             self._backward[number] = microbatch
         self._looked += 1
-        before = self._largest.get(at, (0.0, "none"))
-        if math.isfinite(size := largest(tensor)):
-            self._largest[at] = max(before, (size, what))
+        before, where = self._largest.get(at, (0.0, "none"))
+        size = largest(tensor)
+        if math.isfinite(size):
+            self._largest[at] = max((before, where), (size, what))
             return
-        bad = [
-            name
-            for name, weight in module.named_parameters(recurse=False)
-            if not math.isfinite(largest(weight))
-        ]
-        seen = Seen(
-            microbatch, backward, _place(number, backward), self._looked, not bad, self._rank, ""
-        )
-        if seen < self.first:
-            most = f"the largest before it is {before[0]:.3g} in {before[1]}"
-            limit = f"{str(tensor.dtype).removeprefix('torch.')} ends at {torch.finfo(tensor.dtype).max:.3g}"
-            why = f"its {bad[0]} is not finite" if bad else f"{most}; {limit}"
-            where = f"{'backward' if backward else 'forward'} pass of microbatch {microbatch} on rank {self._rank}"
-            self.first = seen._replace(text=f"{kind(tensor)} in {what}, {where}: {why}")
+        bad = ""
+        for name, weight in module.named_parameters(recurse=False):
+            if not bad and not math.isfinite(largest(weight)):
+                bad = name
+        place = _place(number, backward)
+        seen = Seen(microbatch, backward, place, self._looked, not bad, self._rank, "")
+        if seen > self.first:
+            return
+        limit = f"{str(tensor.dtype).removeprefix('torch.')} ends at"
+        why = f"the largest before it is {before:.3g} in {where}"
+        why += f"; {limit} {torch.finfo(tensor.dtype).max:.3g}"
+        if bad:
+            why = f"its {bad} is not finite"
+        direction = "backward" if backward else "forward"
+        during = f"{direction} pass of microbatch {microbatch} on rank {self._rank}"
+        self.first = seen._replace(text=f"{kind(tensor)} in {what}, {during}: {why}")
 
 
 def _place(number: int, backward: bool) -> int:
@@ -160,7 +157,7 @@ def _place(number: int, backward: bool) -> int:
     return -place if backward else place
 
 
-def named(chunk: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
+def named(chunk: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Modules of the model in a chunk by their names, layers counted from 0 over all stages."""
     model: Any = unwrap_model(chunk)  # of DDP, and of half precision
     for name, module in model.named_modules():
@@ -168,11 +165,11 @@ def named(chunk: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
             yield whole_name(model, name), module
 
 
-def largest(tensor: torch.Tensor) -> float:
+def largest(tensor: Tensor) -> float:
     """The largest magnitude, inf or NaN where a value is; 0 of none."""
     return torch.linalg.vector_norm(tensor.detach(), math.inf).item() if tensor.numel() else 0.0
 
 
-def kind(tensor: torch.Tensor) -> str:
+def kind(tensor: Tensor) -> str:
     """What is not finite in a tensor."""
     return "NaN" if tensor.isnan().any() else "Inf"

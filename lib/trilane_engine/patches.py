@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch._subclasses import fake_tensor as fake_tensor
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_map_only as tree_map_only
 
 
 def put(place: Any, **attributes: Any) -> None:

@@ -129,8 +129,8 @@ class Timers:
 
     def over_ranks(self) -> dict[str, tuple[float, float]]:
         """Phase -> seconds an iteration since the last call, (min, max) over ranks. Collective."""
-        own = self.own()
-        mine = torch.tensor([own.get(name, 0.0) for name in NAMES], dtype=torch.float64)
+        seconds = self.own()
+        mine = torch.tensor([seconds.get(name, 0.0) for name in NAMES], dtype=torch.float64)
         both = torch.cat([mine, -mine]).to(self._device)
         dist.all_reduce(both, op=dist.ReduceOp.MAX)
         most, least = both.cpu().chunk(2)

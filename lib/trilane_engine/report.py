@@ -45,7 +45,7 @@ def iteration(plan: Plan, batch: Batch, seconds: float, lr: float, step: Step) -
         "loss_scale": step.loss_scale,
         "grad_norm": step.grad_norm,
         "skipped": int(step.skipped),
-        "nan": int(step.loss != step.loss),
+        "nan": int(math.isnan(step.loss)),
     }
 
 
@@ -56,17 +56,19 @@ def megatron_line(window: Sequence[Line], train_iters: int, now: datetime) -> st
     summed counts.
     """
     last = window[-1]
-    seconds, tflops, loss = (
-        sum(i[key] for i in window) / len(window) for key in ("sec_per_it", "tflops", "lm_loss")
-    )
-    skipped, nan = (sum(i[key] for i in window) for key in ("skipped", "nan"))
+    total = {name: sum(line[name] for line in window) for name in last}
+    count = len(window)
     return (
         f" [{now:%Y-%m-%d %H:%M:%S.%f}] iteration {last['iteration']:8d}/{train_iters:8d} | "
-        f"consumed samples: {last['consumed_samples']:12d} | elapsed time per iteration (ms): {seconds * 1000.0:.1f} | "
-        f"throughput per GPU (TFLOP/s/GPU): {tflops:.1f} | learning rate: {last['learning_rate']:.6E} | "
-        f"global batch size: {last['global_batch_size']:5d} | lm loss: {loss:.6E} | "
-        f"loss scale: {last['loss_scale']:.1f} | grad norm: {last['grad_norm']:.3f} | "
-        f"number of skipped iterations: {skipped:3d} | number of nan iterations: {nan:3d} |"
+        f"consumed samples: {last['consumed_samples']:12d} | "
+        f"elapsed time per iteration (ms): {total['sec_per_it'] / count * 1000.0:.1f} | "
+        f"throughput per GPU (TFLOP/s/GPU): {total['tflops'] / count:.1f} | "
+        f"learning rate: {last['learning_rate']:.6E} | "
+        f"global batch size: {last['global_batch_size']:5d} | "
+        f"lm loss: {total['lm_loss'] / count:.6E} | loss scale: {last['loss_scale']:.1f} | "
+        f"grad norm: {last['grad_norm']:.3f} | "
+        f"number of skipped iterations: {total['skipped']:3d} | "
+        f"number of nan iterations: {total['nan']:3d} |"
     )
 
 
@@ -86,7 +88,9 @@ class TrainingLog:
     """The terminal, steps.jsonl and validation.jsonl, by the last rank."""
 
     def __init__(self, plan: Plan, world: World, folder: Path) -> None:
-        self._run, self._writes, self._window = plan.run, world.is_last, list[Line]()
+        self._run = plan.run
+        self._writes = world.is_last
+        self._window = list[Line]()
         self._steps = Appended(folder / "steps.jsonl", print_note)
         self._evaluations = Appended(folder / "validation.jsonl", print_note)
         self._timers = Timers(world.device) if plan.run.timers or plan.run.hang_timeout_s else None
@@ -99,40 +103,33 @@ class TrainingLog:
 
         While a save is being written (`saving`) an iteration says nothing about the run's pace.
         """
-        own = self._timers.fold() if self._timers else {}
+        by_phase = self._timers.fold() if self._timers else {}
         if not saving:
-            heartbeat.iterated(line["global_batch_size"], line["sec_per_it"], own)
-        due = line["iteration"] % self._run.log_interval == 0 or line["iteration"] == self._run.goal
-        spread = self._spread(line["iteration"]) if due and self._run.timers else {}
-        if not self._writes:
-            return
-        self._steps.write(
-            json.dumps({**line, "timers": spread} if spread else line).encode() + b"\n"
-        )
+            heartbeat.iterated(line["global_batch_size"], line["sec_per_it"], by_phase)
+        number = line["iteration"]
+        is_due = number % self._run.log_interval == 0 or number == self._run.goal
         self._window.append(line)
-        if due:
-            print(megatron_line(self._window, self._run.train_iters, datetime.now()), flush=True)
-            self._window = []
-        if spread:
-            print(timing_table(spread), flush=True)
-
-    def _spread(self, iteration: int) -> dict[str, tuple[float, float]]:
-        """Write this rank's seconds since the last line; their spread over ranks."""
-        assert self._timers
-        self._phases.write(phase_times.line(iteration, self._timers.own()))
-        return self._timers.over_ranks()
+        written = line
+        if is_due and self._run.timers and self._timers:
+            self._phases.write(phase_times.line(number, self._timers.own()))
+            written = {**line, "timers": self._timers.over_ranks()}
+        if self._writes:
+            self._steps.write(json.dumps(written).encode() + b"\n")
+            if is_due:
+                now = datetime.now()
+                print(megatron_line(self._window, self._run.train_iters, now), flush=True)
+            if "timers" in written:
+                print(timing_table(written["timers"]), flush=True)
+        if is_due:
+            self._window.clear()
 
     def evaluated(self, batch: Batch, loss: float, seconds: float) -> None:
         """Append and print the validation loss after `batch`, in nats; no timer counts its seconds."""
         if self._timers:
             self._timers.skip()
         if self._writes:
-            values = {
-                "iteration": batch.number,
-                "consumed_samples": batch.end,
-                "lm_loss": loss,
-                "seconds": seconds,
-            }
+            values: Line = {"iteration": batch.number, "consumed_samples": batch.end}
+            values |= {"lm_loss": loss, "seconds": seconds}
             self._evaluations.write(json.dumps(values).encode() + b"\n")
             print(validation_lines(batch.number, loss), flush=True)
 
@@ -140,7 +137,8 @@ class TrainingLog:
         """Write what waits for free space on the disk; report what still cannot be written."""
         self._evaluations.write(b"")
         self._steps.write(b"")
-        if waiting := self._steps.waiting.count(b"\n"):
+        waiting = self._steps.waiting.count(b"\n")
+        if waiting:
             print_note(f"the last {waiting} iterations are not in steps.jsonl: the disk is full")
 
 
@@ -149,7 +147,8 @@ def validation_lines(iteration: int, loss: float) -> str:
     fork.
     """
     perplexity = math.exp(min(loss, 20.0))  # in this order a NaN stays one
-    text = f" validation loss at iteration {iteration} | lm loss value: {loss:.6E} | lm loss PPL: {perplexity:.6E} | "
+    text = f" validation loss at iteration {iteration} | lm loss value: {loss:.6E} | "
+    text += f"lm loss PPL: {perplexity:.6E} | "
     rule = "-" * (len(text) + 1)
     return f"{rule}\n{text}\n{rule}"
 
@@ -158,15 +157,14 @@ def memory_line(rank: int, iterations: int, device: torch.device) -> str:
     """Megatron's report_memory line, in MiB. On a CPU: resident memory for allocated and reserved,
     its peak for max.
     """
-    values = [psutil.Process().memory_info().rss, peak_resident_bytes()] * 2
     if device.type == "cuda":
-        values = [torch.cuda.memory_allocated(), torch.cuda.max_memory_allocated()]
-        values += [torch.cuda.memory_reserved(), torch.cuda.max_memory_reserved()]
+        held = [torch.cuda.memory_allocated(), torch.cuda.max_memory_allocated()]
+        held += [torch.cuda.memory_reserved(), torch.cuda.max_memory_reserved()]
+    else:
+        held = [psutil.Process().memory_info().rss, peak_resident_bytes()] * 2
     names = ("allocated", "max allocated", "reserved", "max reserved")
-    parts = " | ".join(
-        f"{name}: {value / 2**20:.2f}" for name, value in zip(names, values, strict=True)
-    )
-    return f"[Rank {rank}] (after {iterations} iterations) memory (MB) | {parts}"
+    parts = [f"{name}: {size / 2**20:.2f}" for name, size in zip(names, held, strict=True)]
+    return f"[Rank {rank}] (after {iterations} iterations) memory (MB) | {' | '.join(parts)}"
 
 
 def peak_resident_bytes() -> int:

@@ -23,25 +23,18 @@ def squared_relu(x):
 
 
 class Mixer(torch.nn.Module):
-    """An MLP that megatron-core's linear layers divide, with a gate of 64 channels that every rank
-    holds whole, and whose gradient is a part on each; `close` is 0 at first, so that the first
-    gradient of all before it is 0.
-    """
+    """An MLP that megatron-core's linear layers divide."""
 
     def __init__(self, config, layer_number):
         super().__init__()
-        own = {"config": config, "init_method": config.init_method, "bias": False}
+        options = {"config": config, "init_method": config.init_method, "bias": False}
+        options["skip_bias_add"] = False
         self.norm = torch.nn.RMSNorm(config.hidden_size)
-        self.up = ColumnParallelLinear(config.hidden_size, 256, **own)
-        self.gate = torch.nn.Parameter(torch.ones(64))
-        self.down = RowParallelLinear(
-            256, config.hidden_size, input_is_parallel=True, skip_bias_add=False, **own
-        )
-        self.close = torch.nn.Parameter(torch.zeros(config.hidden_size))
+        self.up = ColumnParallelLinear(config.hidden_size, 256, **options)
+        self.down = RowParallelLinear(256, config.hidden_size, input_is_parallel=True, **options)
 
     def forward(self, x):
-        inner = self.up(self.norm(x))[0].unflatten(-1, (-1, 64)) * self.gate
-        return x + self.close * self.down(F.relu(inner.flatten(-2)))[0]
+        return x + self.down(F.relu(self.up(self.norm(x))[0]))[0]
 
 
 class Averages(torch.nn.Module):
@@ -52,10 +45,8 @@ class Averages(torch.nn.Module):
     def __init__(self, config, layer_number):
         super().__init__()
         self.norm = torch.nn.RMSNorm(config.hidden_size)
-        self.up, self.down = (
-            torch.nn.Linear(config.hidden_size, 256),
-            torch.nn.Linear(256, config.hidden_size),
-        )
+        self.up = torch.nn.Linear(config.hidden_size, 256)
+        self.down = torch.nn.Linear(256, config.hidden_size)
 
     def forward(self, x):
         mean = x.cumsum(0) / torch.arange(1, len(x) + 1)[:, None, None]

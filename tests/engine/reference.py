@@ -11,11 +11,19 @@ from trilane.config.model import ModelShape
 from trilane.config.plan import Plan
 from trilane_engine.data.corpus import prepare_all
 from trilane_engine.data.samples import Samples, samples_of
-from trilane_engine.model.parameters import EMBEDDING_NORM, initial_tensor, whole_sizes
+from trilane_engine.model.parameters import initial_tensor, whole_sizes
 from trilane_engine.world import World
 
 WORDS = "embedding.word_embeddings.weight"
 Weights = Mapping[str, torch.Tensor]
+ACTIVATIONS = {
+    "gelu": F.gelu,
+    "gelu-tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "relu": F.relu,
+    "squared-relu": lambda x: F.relu(x) ** 2,
+    "swiglu": F.silu,
+    "geglu": F.gelu,
+}
 
 
 def logits(w: Weights, shape: ModelShape, tokens: torch.Tensor) -> torch.Tensor:
@@ -23,12 +31,12 @@ def logits(w: Weights, shape: ModelShape, tokens: torch.Tensor) -> torch.Tensor:
     x = w[WORDS][tokens]
     if shape.positions == "learned":
         x = x + w["embedding.position_embeddings.weight"][: tokens.shape[1]]
-    x = norm(w, shape, EMBEDDING_NORM, x) if shape.embedding_layernorm else x
+    if shape.embedding_layernorm:
+        x = norm(w, shape, "embedding.layernorm", x)
     for i in range(shape.num_layers):
         layer = f"decoder.layers.{i}"
-        x = x + attention(
-            w, f"{layer}.self_attention", shape, norm(w, shape, f"{layer}.input_layernorm", x)
-        )
+        normed = norm(w, shape, f"{layer}.input_layernorm", x)
+        x = x + attention(w, f"{layer}.self_attention", shape, normed)
         x = x + mlp(w, f"{layer}.mlp", shape, norm(w, shape, f"{layer}.pre_mlp_layernorm", x))
     head = w[WORDS] if shape.tied_embeddings else w["output_layer.weight"]
     return norm(w, shape, "decoder.final_layernorm", x) @ head.T
@@ -46,29 +54,25 @@ def linear(w: Weights, name: str, x: torch.Tensor) -> torch.Tensor:
 
 def norm(w: Weights, shape: ModelShape, name: str, x: torch.Tensor) -> torch.Tensor:
     """LayerNorm, or RMSNorm, which subtracts no mean and adds no bias."""
+    weight = w[f"{name}.weight"]
     if shape.normalization == "layernorm":
-        return F.layer_norm(
-            x, x.shape[-1:], w[f"{name}.weight"], w[f"{name}.bias"], shape.norm_epsilon
-        )
-    return (
-        x * (x.square().mean(-1, keepdim=True) + shape.norm_epsilon).rsqrt() * w[f"{name}.weight"]
-    )
+        return F.layer_norm(x, x.shape[-1:], weight, w[f"{name}.bias"], shape.norm_epsilon)
+    return x * (x.square().mean(-1, keepdim=True) + shape.norm_epsilon).rsqrt() * weight
 
 
 def attention(w: Weights, name: str, shape: ModelShape, x: torch.Tensor) -> torch.Tensor:
     """Causal attention written out; G groups of heads of D channels share keys and values."""
-    (B, T, _), G, D = x.shape, shape.kv_heads, shape.head_dim
-    qkv = (
-        linear(w, f"{name}.linear_qkv", x).view(B, T, G, -1, D).permute(0, 2, 3, 1, 4)
-    )  # (B, G, heads + 2, T, D)
+    B, T, _ = x.shape
+    G, D = shape.kv_heads, shape.head_dim
+    qkv = linear(w, f"{name}.linear_qkv", x).view(B, T, G, -1, D)
+    qkv = qkv.permute(0, 2, 3, 1, 4)  # (B, G, heads + 2, T, D)
     q, k, v = qkv[:, :, :-2], qkv[:, :, -2:-1], qkv[:, :, -1:]
     if shape.positions == "rotary":
         q, k = turned(q, shape.rotary_base), turned(k, shape.rotary_base)
     scores = q @ k.transpose(-1, -2) / D**0.5  # (B, G, heads of a group, T, T)
     if shape.positions == "alibi":
-        scores = scores + (slopes(shape.num_attention_heads)[:, None, None] * torch.arange(T)).view(
-            G, -1, 1, T
-        )
+        bias = slopes(shape.num_attention_heads)[:, None, None] * torch.arange(T)
+        scores = scores + bias.view(G, -1, 1, T)
     later = torch.ones(T, T, dtype=torch.bool).triu(1)
     attended = scores.masked_fill(later, -torch.inf).softmax(-1) @ v
     return linear(w, f"{name}.linear_proj", attended.permute(0, 3, 1, 2, 4).reshape(B, T, -1))
@@ -80,10 +84,9 @@ def turned(x: torch.Tensor, base: float) -> torch.Tensor:
     """
     T, D = x.shape[-2:]
     angles = torch.outer(torch.arange(T), base ** (-torch.arange(0, D, 2) / D))
-    found = torch.complex(x[..., : D // 2], x[..., D // 2 :]) * torch.polar(
-        torch.ones_like(angles), angles
-    )
-    return torch.cat((found.real, found.imag), -1)
+    pairs = torch.complex(x[..., : D // 2], x[..., D // 2 :])
+    pairs = pairs * torch.polar(torch.ones_like(angles), angles)
+    return torch.cat((pairs.real, pairs.imag), -1)
 
 
 def slopes(heads: int) -> torch.Tensor:
@@ -92,76 +95,59 @@ def slopes(heads: int) -> torch.Tensor:
     """
     power = 2 ** int(math.log2(heads))
     first = [2.0 ** -(8 / power * i) for i in range(1, power + 1)]
-    return torch.tensor(
-        first + [2.0 ** -(4 / power * i) for i in range(1, 2 * power + 1)][::2][: heads - power]
-    )
+    more = [2.0 ** -(4 / power * i) for i in range(1, 2 * power + 1, 2)]
+    return torch.tensor(first + more[: heads - power])
 
 
 def mlp(w: Weights, name: str, shape: ModelShape, x: torch.Tensor) -> torch.Tensor:
     """Two matrices and the activation between, or three, where the second and a gate make its
     input.
     """
-    up, act = w[f"{name}.linear_fc1.weight"], shape.activation
-    bias = w.get(f"{name}.linear_fc1.bias")
-    if shape.is_gated:
-        parts = zip(up, [None, None] if bias is None else bias, strict=True)
-        gate, inner = (F.linear(x, matrix, b) for matrix, b in parts)
-        return linear(
-            w, f"{name}.linear_fc2", (F.silu(gate) if act == "swiglu" else F.gelu(gate)) * inner
-        )
-    inner = F.linear(x, up, bias)
-    if act in ("gelu", "gelu-tanh"):
-        return linear(
-            w,
-            f"{name}.linear_fc2",
-            F.gelu(inner, approximate="tanh" if act == "gelu-tanh" else "none"),
-        )
-    inner = F.relu(inner) ** (2 if act == "squared-relu" else 1)
-    return linear(w, f"{name}.linear_fc2", inner)
+    act = ACTIVATIONS[shape.activation]
+    if not shape.is_gated:
+        return linear(w, f"{name}.linear_fc2", act(linear(w, f"{name}.linear_fc1", x)))
+    up, bias = w[f"{name}.linear_fc1.weight"], w.get(f"{name}.linear_fc1.bias", (None, None))
+    gate, inner = (F.linear(x, up[part], bias[part]) for part in (0, 1))
+    return linear(w, f"{name}.linear_fc2", act(gate) * inner)
 
 
 def train(plan: Plan) -> tuple[list[dict[str, float]], list[dict[str, float]]]:
     """Loss and gradient norm of each iteration, and validation losses: whole batches on the CPU, in
-    fp32.
-
-    By the names of steps.jsonl and validation.jsonl.
+    fp32, by the names of steps.jsonl and validation.jsonl.
     """
-    sizes, o = whole_sizes(plan.shape).items(), plan.optimizer
-    w = {n: torch.nn.Parameter(initial_tensor(n, size, plan)) for n, size in sizes}
+    o = plan.optimizer
+    sizes = whole_sizes(plan.shape)
+    w = {name: torch.nn.Parameter(initial_tensor(name, sizes[name], plan)) for name in sizes}
     single = World(rank=0, size=1, local_rank=0, local_size=1, device=torch.device("cpu"))
     prefixes = prepare_all(plan.data, plan.shape)
-    samples, held_out = samples_of(plan, single, prefixes), range(plan.validation_samples)
-    validation = (
-        batch_of(samples_of(plan, single, prefixes, Split.valid), held_out) if held_out else ()
-    )
-    plain = [
-        n for n in w if n.endswith("bias") or "layernorm" in n
-    ]  # repeated here: the reference uses no engine code
-    groups = [
-        {"params": [p for n, p in w.items() if n not in plain], "weight_decay": o.weight_decay},
-        {"params": [w[n] for n in plain], "weight_decay": 0.0},
-    ]
+    samples = samples_of(plan, single, prefixes)
+    held_out = range(plan.validation_samples)
+    if held_out:
+        validation = batch_of(samples_of(plan, single, prefixes, Split.valid), held_out)
+    # repeated here: the reference uses no engine code
+    plain = [name for name in w if name.endswith("bias") or "layernorm" in name]
+    matrices = [w[name] for name in w if name not in plain]
+    groups = [{"params": matrices, "weight_decay": o.weight_decay}]
+    groups += [{"params": [w[name] for name in plain], "weight_decay": 0.0}]
     adam = torch.optim.AdamW(groups, betas=(o.adam_beta1, o.adam_beta2), eps=o.adam_eps)
     history, evaluations = [], []
     for batch in plan.batches():
         for group in adam.param_groups:
             group["lr"] = o.learning_rate(batch.end, plan.samples)
         adam.zero_grad()
-        tokens, labels = batch_of(samples, range(batch.first, batch.end))
-        value = loss(w, plan.shape, tokens, labels)
+        value = loss(w, plan.shape, *batch_of(samples, range(batch.first, batch.end)))
         value.backward()
-        norm = torch.nn.utils.clip_grad_norm_(w.values(), o.clip_grad).item()
-        history.append({"lm_loss": value.item(), "grad_norm": norm})
+        grad_norm = torch.nn.utils.clip_grad_norm_(w.values(), o.clip_grad).item()
+        history.append({"lm_loss": value.item(), "grad_norm": grad_norm})
         adam.step()
         if plan.run.evaluates_after(batch.number):
             with torch.no_grad():
-                held_out_loss = loss(w, plan.shape, *validation).item()
-                evaluations.append({"iteration": batch.number, "lm_loss": held_out_loss})
+                value = loss(w, plan.shape, *validation)
+            evaluations.append({"iteration": batch.number, "lm_loss": value.item()})
     return history, evaluations
 
 
-def batch_of(samples: Samples, numbers: range) -> tuple[torch.Tensor, torch.Tensor]:
+def batch_of(samples: Samples, numbers: range) -> list[torch.Tensor]:
     """Tokens and labels, both (B, T), of these samples."""
     rows = [samples[k] for k in numbers]
-    tokens, labels = (torch.stack([row[key] for row in rows]) for key in ("tokens", "labels"))
-    return tokens, labels
+    return [torch.stack([row[key] for row in rows]) for key in ("tokens", "labels")]

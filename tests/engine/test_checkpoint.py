@@ -1,6 +1,5 @@
 """What was saved is what goes on: a resumed run gives the losses of a run that was never stopped."""
 
-import json
 import os
 import shutil
 import subprocess
@@ -90,10 +89,6 @@ def test_a_resumed_run_gives_the_losses_of_one_never_stopped(
     assert not compare_restart(whole(plan), again).findings
     assert [s["iteration"] for s in steps(again)] == list(range(1, END + 1))
     assert len((again / "earlier/steps.jsonl.1").read_text().splitlines()) == HALFWAY + 1
-    loaded = json.loads((again / "fingerprints/load_0000002.1/fingerprint_00001.json").read_text())
-    coordinates, t = [loaded[axis] for axis in ("tp", "pp", "dp")], plan.topology
-    assert coordinates == ([1, 0, 0] if t.tp > 1 else [0, 0, 1] if t.dp > 1 else [0, 1, 0])
-    assert (loaded["iteration"], loaded["consumed_samples"]) == (HALFWAY, 8 * HALFWAY)
 
 
 RESUMED = {
@@ -130,28 +125,14 @@ def a_byte(folder: Path) -> None:
     file.write_bytes(data)
 
 
-DAMAGE = {
-    "a byte": (a_byte, "rank_00000.safetensors is damaged (its checksum differs)"),
-    "the manifest": (
-        lambda folder: (folder / "manifest.json").write_text("{"),
-        "manifest.json is damaged",
-    ),
-}
-
-
-@pytest.mark.parametrize(("damage", "problem"), DAMAGE.values(), ids=DAMAGE.keys())
 def test_a_damaged_checkpoint_is_reported_and_the_one_before_is_used(
-    damage: Callable[[Path], None],
-    problem: str,
-    whole: Whole,
-    fork: Fork,
-    data: Path,
-    tmp_path: Path,
+    whole: Whole, fork: Fork, data: Path, tmp_path: Path
 ) -> None:
     """And where there is none before, one line and exit code 2 on all ranks."""
     plan = changed(saving(data, tp=2), "run", save_interval=1, keep_last=0)
     folder = halfway(whole(plan), plan, tmp_path / "again", 1, 2)
-    damage(folder / "checkpoints/iter_0000002")
+    a_byte(folder / "checkpoints/iter_0000002")
+    problem = "rank_00000.safetensors is damaged (its checksum differs)"
     shutil.copytree(folder, tmp_path / "alone")
     fork(2, folder)
     line = f"trilane: checkpoint iter_0000002: {problem}; trying the one before"
@@ -177,38 +158,22 @@ def test_a_full_disk_leaves_the_old_checkpoint_and_the_training_goes_on(
     folder = run_folder(plan, tmp_path / "run")
     disk = folder / "checkpoints"
     disk.mkdir()
-    if (
-        os.geteuid()
-        or subprocess.run(["mount", "-t", "tmpfs", "-o", "size=5m", "none", str(disk)]).returncode
-    ):
+    mount = ["mount", "-t", "tmpfs", "-o", "size=5m", "none", str(disk)]
+    if os.geteuid() or subprocess.run(mount).returncode:
         pytest.skip("a small disk can be mounted by root alone")
     try:
         fork(1, folder)
         assert losses(folder) == losses(whole(plan))
-        lines = [
-            line for line in (folder / "0.log").read_text().splitlines() if "CHECKPOINT" in line
-        ]
-        before = lines.pop(0)
-        assert before.startswith(
-            "trilane: NEXT CHECKPOINT WILL NOT BE SAVED: it takes 2.8 MB and 5 files, "
-        ), before
+        log = (folder / "0.log").read_text()
+        assert "trilane: NEXT CHECKPOINT WILL NOT BE SAVED: it takes 2.8 MB and 5 files, " in log
+        line = "iter_0000004 could not be saved: rank 0: No space left on device"
+        assert f"trilane: CHECKPOINT NOT SAVED: {line}; the newest is iter_0000002" in log
         assert trouble(folder).startswith("CHECKPOINT NOT SAVED since 20")
-        assert trouble(folder).endswith(": " + lines[0].partition("SAVED: ")[2])
-        assert lines == [
-            "trilane: CHECKPOINT NOT SAVED: iter_0000004 could not be saved: rank 0: No space left on device; "
-            "the newest is iter_0000002"
-        ]
-        assert read_status(folder).status == "stopped", (
-            "a run whose last checkpoint is missing is not completed"
-        )
+        assert read_status(folder).status == "stopped", "its last checkpoint is missing"
         assert sorted(path.name for path in disk.iterdir()) == ["iter_0000002", "latest"]
         subprocess.run(["mount", "-o", "remount,size=50m", str(disk)], check=True)
         fork(1, folder)
         assert read_status(folder).status == "completed" and not trouble(folder)
-        shutil.rmtree(disk / "iter_0000004")
-        after = changed(plan, "run", load=str(disk))
-        fork(1, run_folder(after, tmp_path / "after"))
-        assert losses(tmp_path / "after") == losses(whole(plan))[HALFWAY:]
     finally:
         subprocess.run(["umount", str(disk)], check=True)
 

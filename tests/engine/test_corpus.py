@@ -13,7 +13,7 @@ from plans import SHAPE
 
 from trilane.config.training import Data
 from trilane.launch.local import environment
-from trilane_engine.data.corpus import check_pair, prepare, tokenizer, write_pair
+from trilane_engine.data.corpus import check_pair, prepare, write_pair
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # what megatron-core says while it is imported
 
@@ -54,17 +54,6 @@ def test_a_pair_made_for_megatron_is_used_as_it_is(tmp_path: Path) -> None:
             == prefix
         )
     assert not (tmp_path / "data").exists()
-
-
-def test_a_hugging_face_tokenizer_is_taken_from_a_folder(tmp_path: Path) -> None:
-    from tokenizers import Tokenizer, models, pre_tokenizers
-
-    words = {"a": 0, "line": 1, "of": 2, "text": 3, "<|endoftext|>": 4}
-    made = Tokenizer(models.WordLevel(words, unk_token="<|endoftext|>"))
-    made.pre_tokenizer = pre_tokenizers.Whitespace()
-    made.save(str(tmp_path / "tokenizer.json"))
-    coder = tokenizer(str(tmp_path))
-    assert (coder.vocab_size, coder.encode("a line of text").tolist()) == (5, [0, 1, 2, 3, 4])
 
 
 def test_a_warm_preparation_imports_no_torch(tmp_path: Path) -> None:
@@ -108,37 +97,17 @@ def damaged(suffix: str, change: Callable[[bytes], bytes]) -> Callable[[Path], s
     return made
 
 
+SHORT = "has 10 tokens, one sample needs 65"
 BAD = {
-    "missing": (
-        lambda at: str(at / "nowhere.txt"),
-        "no such file or folder (known names: stdlib, mock)",
-    ),
+    "missing": (lambda at: str(at / "nowhere.txt"), "(known names: stdlib, mock)"),
     "empty": (of("empty.txt", b""), "is empty"),
-    "latin": (
-        of("latin.txt", TEXT.encode() + b"gr\xf6\xdfe"),
-        "latin.txt: not text in UTF-8 (byte 602)",
-    ),
-    "short": (of("short.txt", b"too short"), "short.txt: has 10 tokens, one sample needs 65"),
-    "no text": (
-        of("rows.jsonl", b'{"text": "good"}\n{"txet": "bad"}\n'),
-        'rows.jsonl:2: each line must be {"text": "..."} in UTF-8',
-    ),
-    "truncated index": (
-        damaged(".idx", lambda b: b[:-5]),
-        "pair.idx: is truncated: 57 bytes, its header requires 62",
-    ),
-    "no index": (
-        damaged(".idx", lambda b: b"something else entirely, of some length"),
-        "is not a Megatron index",
-    ),
-    "truncated": (
-        damaged(".bin", lambda b: b[:-5]),
-        "pair.bin: is truncated: 597 bytes, its index requires 602",
-    ),
-    "beyond": (
-        lambda at: str(pair(at, 512)),
-        "pair: holds token 512, the vocabulary ends before vocab_size=512",
-    ),
+    "latin": (of("latin.txt", TEXT.encode() + b"gr\xf6\xdfe"), "not text in UTF-8 (byte 602)"),
+    "short": (of("short.txt", b"too short"), SHORT),
+    "no text": (of("rows.jsonl", b'{"text": "a"}\n{"txet": "b"}\n'), '"text": "..."} in UTF-8'),
+    "truncated index": (damaged(".idx", lambda b: b[:-5]), "57 bytes, its header requires 62"),
+    "no index": (damaged(".idx", lambda b: b"something else"), "is not a Megatron index"),
+    "truncated": (damaged(".bin", lambda b: b[:-5]), "597 bytes, its index requires 602"),
+    "beyond": (lambda at: str(pair(at, 512)), "the vocabulary ends before vocab_size=512"),
 }
 
 
@@ -154,11 +123,8 @@ def test_a_bad_corpus_is_refused_in_one_line(make: Callable, message: str, tmp_p
 def test_a_tokenizer_that_is_missing_or_larger_than_the_vocabulary_is_refused(
     tmp_path: Path,
 ) -> None:
-    with pytest.raises(
-        ValueError, match=r"^data.tokenizer=.*nowhere: no folder with a tokenizer.json"
-    ):
-        prepare(
-            Data(source="mock", tokenizer=str(tmp_path / "nowhere"), folder=str(tmp_path)), SHAPE
-        )
+    elsewhere = Data(source="mock", tokenizer=str(tmp_path / "nowhere"), folder=str(tmp_path))
+    with pytest.raises(ValueError, match=r"^data.tokenizer=.*: no folder with a tokenizer.json"):
+        prepare(elsewhere, SHAPE)
     with pytest.raises(ValueError, match="vocab_size=256: tokenizer bytes has 257 ids"):
         prepare(Data(source="mock", folder=str(tmp_path)), replace(SHAPE, vocab_size=256))

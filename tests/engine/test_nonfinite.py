@@ -50,32 +50,21 @@ LARGE = """modules["decoder.layers.1.mlp.linear_fc1"].weight.data.mul_(1e5)
     modules["decoder.layers.1.mlp.linear_fc2"].weight.data.mul_(100)"""
 FC2, PROJ = "decoder.layers.1.mlp.linear_fc2", "decoder.layers.2.self_attention.linear_proj"
 OVERLAPS = {"overlap_grad_reduce": True, "overlap_param_gather": True}
-MLP = "Inf in the output of decoder.layers.2.mlp, forward pass of microbatch 1 on rank {}: the largest before it is "
 FAULTS = {
     "a weight of a tensor rank": (
         *(WEIGHT, {1}, {"tp": 2}),
         f"NaN in the output of {FC2}, forward pass of microbatch 0 on rank 1: its weight is not finite",
     ),
     "a value on the last of two stages": (
-        OUTPUT,
-        {2},
-        {"pp": 2, "dp": 2, "zero": 1, **OVERLAPS},
-        MLP.format(2),
-    ),
-    "a value between interleaved stages": (
-        OUTPUT,
-        {0},
-        {"pp": 2, "interleaving": 2},
-        MLP.format(0),
+        *(OUTPUT, {2}, {"pp": 2, "dp": 2, "zero": 1, **OVERLAPS}),
+        "Inf in the output of decoder.layers.2.mlp, forward pass of microbatch 1 on rank 2: the largest ",
     ),
     "a gradient alone": (
         *(GRADIENT, {0}, {"recompute": "full"}),
         f"NaN in the gradient of the output of {PROJ}, backward pass of microbatch",
     ),
     "an overflow of fp16": (
-        LARGE,
-        {0, 1},
-        {"tp": 2, "precision": "fp16"},
+        *(LARGE, {0, 1}, {"tp": 2, "precision": "fp16"}),
         "; float16 ends at 6.55e+04",
     ),
 }
@@ -89,23 +78,11 @@ def test_the_first_value_that_is_not_finite_is_named(
     fault, ranks, topology, wanted = FAULTS[name]
     plan = small_plan(data, iters=3, source="mock", shape=replace(SHAPE, num_layers=4), **topology)
     folder = run_folder(plan, tmp_path / "run")
-    program = (
-        PROGRAM.replace("FAULT", fault)
-        .replace("RANKS", str(ranks))
-        .replace("FOLDER", repr(str(folder)))
-    )
-    (folder / "ask.py").write_text(program)
+    program = PROGRAM.replace("FAULT", fault).replace("RANKS", str(ranks))
+    (folder / "ask.py").write_text(program.replace("FOLDER", repr(str(folder))))
     fork(plan.topology.gpus, folder)
     lines = [line for line in (folder / "0.log").read_text().splitlines() if "NOT FINITE" in line]
-    assert (
-        len(lines) == 1
-        and lines[0].startswith("trilane: NOT FINITE since iteration 2: ")
-        and wanted in lines[0]
-    )
-    assert (
-        lines[0].removeprefix("trilane: ")
-        in json.loads((folder / "status.json").read_text())["evidence"]
-    )
-    assert lines[0].removeprefix("trilane: ") == not_finite(folder), (
-        "what `slurm status` shows while it runs"
-    )
+    (line,) = (line.removeprefix("trilane: ") for line in lines)
+    assert line.startswith("NOT FINITE since iteration 2: ") and wanted in line
+    assert line in json.loads((folder / "status.json").read_text())["evidence"]
+    assert line == not_finite(folder), "what `slurm status` shows while it runs"

@@ -16,7 +16,6 @@ from plans import SHAPE, changed, losses_and_norms, run_folder, small_plan
 from trilane.config.layer import Layer, layer_of, read_layer
 from trilane.config.plan import Plan, plan_from_json, read_plan
 from trilane.workspace.checkpoints import name_of
-from trilane.workspace.continuation import identity, require_same
 
 HERE = Path(__file__).parent
 Truth = Callable[[str], list[list[float]]]
@@ -83,15 +82,6 @@ def test_a_checkpoint_of_an_own_layer_goes_on_elsewhere(
     assert losses_and_norms(second)[-1] == pytest.approx(alone("Mixer")[-1], abs=1e-5)
 
 
-def test_a_checkpoint_of_another_layer_is_refused(data: Path) -> None:
-    plan, other = own_plan(data, "Mixer"), replace(own_plan(data, "Mixer"), layer=None)
-    held = {"iteration": 0, "consumed_samples": 0}
-    require_same("iter_1", held | {"identity": identity(plan)}, plan)
-    for wanted, was in ((other, plan), (plan, other), (own_plan(data, "QKNorm"), plan)):
-        with pytest.raises(ValueError, match=r"^layer=.*: the checkpoint iter_1 was trained with"):
-            require_same("iter_1", held | {"identity": identity(was)}, wanted)
-
-
 HEAD = """import torch
 from torch import nn
 class Own(nn.Module):
@@ -109,7 +99,6 @@ BAD = [
     (f"{HEAD}{FORWARD}self.up(x).double()", {}, "returns (64, 2, 64) of torch.float64 for"),
     (f"{HEAD}{FORWARD}[x]", {}, "returns list, must return one tensor"),
     (f"{HEAD}{FORWARD}self.up(x.view(-1, 3))", {}, "fails (line 8: return self.up(x.view(-1, 3))"),
-    (f"{HEAD}{FORWARD}x + self.up(x).detach()", {}, "has no gradient for layer.up.weight"),
     (
         f"{HEAD}        self.mean = nn.BatchNorm1d(64)\n{FORWARD}self.up(x)",
         {},

@@ -12,7 +12,7 @@ from plans import changed, evaluations, losses_and_norms, run_folder, small_plan
 
 from trilane.config.batch_rampup import Ramp
 from trilane.config.plan import Plan
-from trilane.config.training import Dropout, Part
+from trilane.config.training import Dropout
 
 RAMP = Ramp(start=4, increment=4, samples=16)
 SIZES = [4, 4, 8, 12]
@@ -84,25 +84,15 @@ def test_after_a_spike_a_run_goes_on_without_those_iterations(fork, data, tmp_pa
     on one layout.
     """
     plan = changed(small_plan(data, iters=7, dp=2, zero=1), "run", save_interval=2, keep_last=0)
-    spiked, folder = (
-        run_folder(changed(plan, "run", exit_iteration=4), tmp_path / "spiked"),
-        tmp_path / "run",
-    )
+    spiked = run_folder(changed(plan, "run", exit_iteration=4), tmp_path / "spiked")
     fork(2, spiked)
     plan = changed(plan, "run", skip="3-4,6")
-    run_folder(changed(plan, "run", load=str(spiked / "checkpoints/iter_0000002")), folder)
+    start = changed(plan, "run", load=str(spiked / "checkpoints/iter_0000002"))
+    folder = run_folder(start, tmp_path / "run")
     fork(2, folder)
-    log = (folder / "0.log").read_text()
-    assert "skips iterations 3 to 4: next is sample 32" in log and "skips iterations 6 to 6" in log
     found = steps(spiked)[:2] + steps(folder)
-    assert [(s["iteration"], s["consumed_samples"]) for s in found] == [
-        (1, 8),
-        (2, 16),
-        (5, 40),
-        (7, 56),
-    ]
-    rates = [plan.optimizer.learning_rate(s["consumed_samples"], plan.samples) for s in found]
-    assert [s["learning_rate"] for s in found] == rates
+    places = [(s["iteration"], s["consumed_samples"]) for s in found]
+    assert places == [(1, 8), (2, 16), (5, 40), (7, 56)]
     truth = run_folder(plan, tmp_path / "truth")
     fork(0, truth)
     assert [s["lm_loss"] for s in found] == pytest.approx(
@@ -111,30 +101,6 @@ def test_after_a_spike_a_run_goes_on_without_those_iterations(fork, data, tmp_pa
     (folder / "plan.json").write_text(json.dumps(changed(plan, "run", skip="3-4").to_json()))
     fork(2, folder, code=2)
     assert "skip=3-4: the checkpoint iter_0000007 has skipped 6" in (folder / "0.log").read_text()
-
-
-ORDER = """
-import hashlib
-from dataclasses import replace
-from trilane_engine.data.corpus import prepare_all
-from trilane_engine.data.samples import samples_of
-def order(iters):
-    longer = replace(plan, run=replace(plan.run, train_iters=iters))
-    samples = samples_of(longer, world, prepare_all(longer.data, longer.shape))
-    rows = [samples[k]["tokens"] for k in range(longer.samples)]
-    return [hashlib.sha256(row.numpy().tobytes()).hexdigest()[:8] for row in rows]
-whole = order(30)
-print(order(9) == whole[:72], len({*whole[:31]}), whole[:31] == whole[31:62])
-"""
-
-
-def test_the_place_of_a_sample_does_not_depend_on_how_long_a_run_is(ask, data, text):
-    """240 samples of 31 an epoch; of a blend each of its sources."""
-    plan = small_plan(data, iters=4, source=text)
-    assert ask(plan, ORDER) == "True 31 False\n"
-    parts = (Part(source=text, weight=3), Part(source="mock", weight=1))
-    blended = replace(plan, data=replace(plan.data, source="blend", blend=parts))
-    assert ask(blended, ORDER) == "True 31 False\n"
 
 
 def test_training_with_dropout_goes_on_as_if_it_had_not_been_evaluated_also_after_a_resume(

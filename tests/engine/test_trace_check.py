@@ -28,6 +28,7 @@ PLANS = {
         "gpt2",
         {**BF16, "tp": 2, "pp": 2, "dp": 2, "zero": 1, "sequence_parallel": True},
     ),
+    "hf-zero3": ("llama", {**BF16, "dp": 4, "zero": 3}),
     "deepspeed-zero": ("bloom", {**BF16, "tp": 2, "dp": 2, "zero": 1, "recompute": "full"}),
 }
 

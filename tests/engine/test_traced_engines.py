@@ -22,6 +22,7 @@ from trilane.costmodel.trace import Trace, trace_of
 from trilane.utils.process import python
 from trilane_engine.trace.__main__ import main
 
+OFFLOAD = {"offload": "optimizer", "fp32_gradients": False}
 HALF: dict[str, Any] = {"precision": "bf16", "fp32_gradients": True}
 
 
@@ -70,59 +71,27 @@ def test_the_stages_of_a_pipeline(tmp_path):
         assert stage.optimizer_bytes == pytest.approx(12 * parameters / 2, rel=0.01)
         parts = ("weights", "gradients", "optimizer", "activations", "buffers", "temporary")
         assert sum(getattr(stage, f"{part}_bytes") for part in parts) == stage.peak_bytes
-    microbatches, hidden = (
-        16,
-        2 * plan.shape.seq_length * plan.topology.mbs * plan.shape.hidden_size,
-    )  # bytes of bf16
+    microbatches = 16
+    # bytes of bf16
+    hidden = 2 * plan.shape.seq_length * plan.topology.mbs * plan.shape.hidden_size
     sent = {(c.kind, c.group): (c.count, c.bytes) for c in s.collectives}
     for kind, times in {"all-gather": 6, "reduce-scatter": 4}.items():
         assert sent[kind, "tp"] == (times * microbatches, times * microbatches * hidden)
-    assert (
-        sent["send", "pp"]
-        == sent["receive", "pp"]
-        == (2 * microbatches, 2 * microbatches * hidden / 2)
-    )
+    assert sent["send", "pp"] == sent["receive", "pp"] == (2 * microbatches, microbatches * hidden)
     # three microbatches in flight on the second stage of four
     assert s.activations_bytes == pytest.approx(3 * s.activations_each_bytes, rel=0.1)
     order = "".join(p.kind[0] for p in s.schedule)
     assert order == "ff" + "fb" * 3 + "bb" + "o"
     events = json.loads((tmp_path / "timeline.json").read_text())["traceEvents"]
     passes = [e for e in events if e["ph"] == "X" and e["pid"] == 1]
-    assert len(passes) == len(s.schedule) and all(
-        {"name", "ts", "dur", "tid"} <= e.keys() for e in passes
-    )
+    assert len(passes) == len(s.schedule)
     assert all(e["ts"] + e["dur"] == pytest.approx(after["ts"]) for e, after in pairwise(passes))
-
-
-def test_an_engine_computes_the_flops_of_the_model_and_holds_its_part_of_the_states(tmp_path):
-    """Products of a layer 2 (4 h^2 + 2 h f) a token, attention 4 s h, the head 2 h V; twice as much
-    backward.
-
-    The other engines stand beside the formulas in test_trace_check.
-    """
-    plan = plan_of(tmp_path, "hf-zero3", dp=4, zero=3)
-    stage = trace_by_command(plan, tmp_path).stages[0]
-    shape, tokens = plan.shape, 16 * plan.shape.seq_length  # of one replica
-    h = shape.hidden_size
-    layer = 2 * (4 * h * h + 2 * h * shape.ffn) + 4 * shape.seq_length * h
-    assert stage.flops == 3 * tokens * (shape.num_layers * layer + 2 * h * shape.vocab_size)
-    states = stage.weights_bytes + stage.gradients_bytes + stage.optimizer_bytes
-    parameters = stage_parameters(columns_of(shape, plan.topology, plan.engine), 0)
-    assert states == pytest.approx((0.5 + 1 + 3) * parameters, rel=0.05)
 
 
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        (
-            {
-                "engine": "deepspeed-zero",
-                "zero": 2,
-                "offload": "optimizer",
-                "fp32_gradients": False,
-            },
-            "offload=optimizer",
-        ),
+        ({"engine": "deepspeed-zero", "zero": 2, **OFFLOAD}, "offload=optimizer"),
         ({"dp": 32_768, "gbs": 65_536}, "gpus=32768: a trace is of at most 16384"),
     ],
 )
@@ -132,26 +101,3 @@ def test_what_no_trace_can_run_is_refused_in_one_line(fields, message, tmp_path,
     assert main([str(path), ""]) == 2
     found = capsys.readouterr().err
     assert message in found and found.count("\n") == 1 and len(list(tmp_path.iterdir())) == 1
-
-
-def test_what_a_loss_keeps_is_counted_where_a_model_returns_logits():
-    """As in DeepSpeed's pipeline: the softmax in fp32 is let go before the gradient of the logits
-    is there.
-    """
-    import torch
-
-    from trilane_engine import phases
-    from trilane_engine.trace.recorder import Recorder
-
-    recorder, model = Recorder(lambda ranks: ""), torch.nn.Linear(16, 512, bias=False)
-    try:
-        with recorder:
-            recorder.watch([model])
-            with phases.phase(phases.FORWARD):
-                logits = model(torch.ones(8, 16))
-                loss = torch.nn.functional.cross_entropy(logits, torch.zeros(8, dtype=torch.long))
-            with phases.phase(phases.BACKWARD):
-                loss.backward()
-    finally:
-        recorder._stops()
-    assert recorder.each[0, 0] >= 2 * 4 * 8 * 512

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from torch import Tensor
 
 from trilane.config.plan import Plan
 from trilane.workspace.fingerprints import must_decay
@@ -26,8 +27,8 @@ Named = Sequence[tuple[str, torch.nn.Parameter]]  # parameters by their names in
 class Microbatch:
     """Tokens and the tokens that follow them, both (mbs, seq_length), int64, on this rank's device."""
 
-    tokens: torch.Tensor
-    labels: torch.Tensor
+    tokens: Tensor
+    labels: Tensor
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,11 +71,9 @@ class States(Protocol):
 
     def finish_step(self) -> None: ...
     def shard(self, number: int) -> tuple[int, int]: ...
-    def read(self, number: int, kind: str) -> torch.Tensor: ...
-    def write(
-        self, number: int, weight: torch.Tensor, moments: dict[str, torch.Tensor]
-    ) -> None: ...
-    def copy(self, number: int) -> torch.Tensor | None: ...
+    def read(self, number: int, kind: str) -> Tensor: ...
+    def write(self, number: int, weight: Tensor, moments: dict[str, Tensor]) -> None: ...
+    def copy(self, number: int) -> Tensor | None: ...
     def decays(self) -> list[float | None]: ...
     def scalars(self) -> dict[str, float]: ...
     def set_scalars(self, values: dict[str, float]) -> None: ...
@@ -86,24 +85,24 @@ def pieces(named: Named) -> list[Piece]:
     """
     rank = parallel_state.get_tensor_model_parallel_rank()
     tp = parallel_state.get_tensor_model_parallel_world_size()
-    first_stage, found = parallel_state.is_pipeline_first_stage(ignore_virtual=True), []
+    is_first_stage = parallel_state.is_pipeline_first_stage(ignore_virtual=True)
+    rank_pieces = []
     for number, (name, parameter) in enumerate(named):
         gated = getattr(parameter, "partition_stride", 1) == 2
-        is_split = getattr(parameter, "tensor_model_parallel", False)
-        local = paired(
-            getattr(parameter, "ds_shape", parameter.shape), gated
-        )  # under ZeRO-3 itself is empty
-        # of gate and up, (2, ffn, h), each rank has its rows of both
-        dim = getattr(parameter, "partition_dim", 0) + gated if is_split else None
-        twin = name.startswith("embedding.") and not first_stage
-        cut = dim is not None and tp > 1
-        box = tuple(
-            (n * rank, n * (rank + 1)) if cut and d == dim else (0, n) for d, n in enumerate(local)
-        )
-        whole = tuple(n * tp if cut and d == dim else n for d, n in enumerate(local))
-        elsewhere = twin or (not cut and number % tp != rank)
-        found.append(Piece(name=name, shape=whole, box=box, written_elsewhere=elsewhere))
-    return found
+        # under ZeRO-3 itself is empty
+        whole = [*paired(getattr(parameter, "ds_shape", parameter.shape), gated)]
+        box = [(0, n) for n in whole]
+        is_split = tp > 1 and getattr(parameter, "tensor_model_parallel", False)
+        if is_split:
+            # of gate and up, (2, ffn, h), each rank has its rows of both
+            dim = getattr(parameter, "partition_dim", 0) + gated
+            box[dim] = (whole[dim] * rank, whole[dim] * (rank + 1))
+            whole[dim] *= tp
+        is_twin = name.startswith("embedding.") and not is_first_stage
+        elsewhere = is_twin or (not is_split and number % tp != rank)
+        piece = Piece(name=name, shape=tuple(whole), box=tuple(box), written_elsewhere=elsewhere)
+        rank_pieces.append(piece)
+    return rank_pieces
 
 
 class Engine:
@@ -122,23 +121,22 @@ class Engine:
 
     def __init__(self, plan: Plan, world: World) -> None:
         t = plan.topology
-        chunks = t.interleaving if t.interleaving > 1 else None
         # Its further gloo groups serve megatron-core's own checkpoints; 384 ranks would keep as
         # many TCP connections.
         parallel_state.initialize_model_parallel(
             t.tp,
             t.pp,
-            virtual_pipeline_model_parallel_size=chunks,
+            virtual_pipeline_model_parallel_size=t.interleaving if t.interleaving > 1 else None,
             context_parallel_size=t.cp,
             create_gloo_process_groups=False,
         )
         seed_streams(plan.run.seed)
-        self._plan, self._kernels, self.settings = plan, fused.choose(plan, world), {}
+        self._plan = plan
+        self._kernels = fused.choose(plan, world)
+        self.settings = {}
         self.path = str(self._kernels)
-        shape = (t.mbs, plan.shape.seq_length)
-        self._positions = torch.arange(shape[1], device=world.device).expand(
-            shape
-        )  # (mbs, seq_length)
+        positions = torch.arange(plan.shape.seq_length, device=world.device)
+        self._positions = positions.expand(t.mbs, -1)  # (mbs, seq_length)
         self._build()
         audited(self.states, plan.optimizer.weight_decay)
 
@@ -180,7 +178,7 @@ class Engine:
     def _evaluate(self, microbatches: Sequence[Microbatch]) -> float:
         raise NotImplementedError
 
-    def _mean(self, losses: Sequence[torch.Tensor]) -> float:
+    def _mean(self, losses: Sequence[Tensor]) -> float:
         """Mean over microbatches and replicas; 0 on stages that have no loss."""
         if not losses:
             return 0.0
@@ -194,23 +192,21 @@ def build(plan: Plan, world: World) -> Engine:
     """The plan's engine with its model in the initial state; its module in this package calls the
     class `build`.
     """
-    return importlib.import_module(
-        f"trilane_engine.backends.{plan.engine.replace('-', '_')}"
-    ).build(plan, world)
+    module = importlib.import_module(f"trilane_engine.backends.{plan.engine.replace('-', '_')}")
+    return module.build(plan, world)
 
 
 def audited(states: States, decay: float) -> None:
     """AssertionError where the optimizer that a library built has a parameter in the wrong group,
     or in none.
     """
-    for piece, found in zip(states.pieces, states.decays(), strict=True):
+    for piece, current in zip(states.pieces, states.decays(), strict=True):
         right = decay if must_decay(piece.name, len(piece.shape)) else 0.0
-        assert found == right or (found is None and states.divided), (
-            f"{piece.name} has weight decay {found}"
-        )
+        is_right = current == right or (current is None and states.divided)
+        assert is_right, f"{piece.name} has weight decay {current}"
 
 
-def init_moments(optimizer: torch.optim.Optimizer, parameters: Iterable[torch.Tensor]) -> None:
+def init_moments(optimizer: torch.optim.Optimizer, parameters: Iterable[Tensor]) -> None:
     """Give each of the optimizer's parameters without moments those of step 0: zeros, as the first
     step would.
     """
@@ -223,10 +219,11 @@ def init_moments(optimizer: torch.optim.Optimizer, parameters: Iterable[torch.Te
 
 def step_of(optimizers: Iterable[torch.optim.Optimizer]) -> float:
     """Steps taken, the same for all parameters; 0 where this rank updates none."""
-    counted = (
-        counts.get("step", 0) for optimizer in optimizers for counts in optimizer.state.values()
-    )
-    return max(map(float, counted), default=0.0)
+    most = 0.0
+    for optimizer in optimizers:
+        for counts in optimizer.state.values():
+            most = max(most, float(counts.get("step", 0)))
+    return most
 
 
 def set_step(optimizers: Iterable[torch.optim.Optimizer], step: float) -> None:
@@ -236,7 +233,7 @@ def set_step(optimizers: Iterable[torch.optim.Optimizer], step: float) -> None:
             counts["step"] = _step(optimizer, step, parameter)
 
 
-def _step(optimizer: torch.optim.Optimizer, step: float, parameter: torch.Tensor) -> Any:
+def _step(optimizer: torch.optim.Optimizer, step: float, parameter: Tensor) -> Any:
     """torch counts in a tensor, the fused one on the parameter's device; the other optimizers in an
     int.
     """

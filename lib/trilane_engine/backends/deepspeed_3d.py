@@ -19,6 +19,7 @@ from megatron.core import parallel_state, tensor_parallel
 from megatron.core.tensor_parallel.layers import linear_with_grad_accumulation_and_async_allreduce
 from megatron.core.transformer.spec_utils import build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor, nn
 
 from trilane.config.model import ModelShape
 from trilane.config.plan import Plan
@@ -37,6 +38,16 @@ from trilane_engine.model.gpt import (
 from trilane_engine.model.rng import sequence_stream
 from trilane_engine.phases import BACKWARD, DATA, FORWARD, OPTIMIZER, P2P, REDUCE, phase
 
+# of DeepSpeed's instructions; all others send and receive
+PHASES = {
+    "LoadMicroBatch": DATA,
+    "ForwardPass": FORWARD,
+    "BackwardPass": BACKWARD,
+    "OptimizerStep": OPTIMIZER,
+    "ReduceGrads": REDUCE,
+    "ReduceTiedGrads": REDUCE,
+}
+
 
 class DeepSpeed3D(DeepSpeed):
     """TP, PP and DP of one plan; every rank gets the loss."""
@@ -46,24 +57,13 @@ class DeepSpeed3D(DeepSpeed):
         named = list(canonical_parameters(stage))
         fill_parameters(named, self._plan)
         self._wrap(stage, named, ds_config)
-        # All other instructions send and receive.
-        phases = {
-            "LoadMicroBatch": DATA,
-            "ForwardPass": FORWARD,
-            "BackwardPass": BACKWARD,
-            "OptimizerStep": OPTIMIZER,
-        }
-        phases |= {"ReduceGrads": REDUCE, "ReduceTiedGrads": REDUCE}
-        patches.wrap_instructions(self._engine, lambda name, f: phase(phases.get(name, P2P))(f))
-        held, planned = stage.forward_funcs, stage_layers(self._plan.shape, self._plan.topology)
-        held = [layer for layer in held if isinstance(layer, TransformerLayer)]
+        patches.wrap_instructions(self._engine, lambda name, f: phase(PHASES.get(name, P2P))(f))
+        t = self._plan.topology
+        held = [layer for layer in stage.forward_funcs if isinstance(layer, TransformerLayer)]
+        planned = stage_layers(self._plan.shape, t)
         assert len(held) == planned[parallel_state.get_pipeline_model_parallel_rank()], stage.parts
-        is_full, first = (
-            self._plan.topology.recompute == "full",
-            self._plan.topology.recompute_layers,
-        )
-        for layer in held if is_full else held[:first]:
-            layer.recomputed = True
+        for number, layer in enumerate(held):
+            layer.recomputed = t.recompute == "full" or number < t.recompute_layers
         return named
 
     def _train(self, microbatches: Sequence[Microbatch]) -> float:
@@ -75,7 +75,8 @@ class DeepSpeed3D(DeepSpeed):
 
     def _stage(self) -> PipelineModule:
         """This rank's layers, not yet initialized."""
-        plan, t = self._plan, self._plan.topology
+        plan = self._plan
+        t = plan.topology
         # Layers inside DeepSpeed's pipeline must see pp 1: megatron-core would shift their numbers
         # otherwise.
         alone = replace(t, pp=1, recompute="none", recompute_layers=0, partition="uniform")
@@ -103,12 +104,13 @@ class WordEmbedding(tensor_parallel.VocabParallelEmbedding):
         super().__init__(
             shape.vocab_size, shape.hidden_size, init_method=settings.init_method, config=settings
         )
-        self.parallel, self.ranks = settings.sequence_parallel, settings.tensor_model_parallel_size
+        self.parallel = settings.sequence_parallel
+        self.ranks = settings.tensor_model_parallel_size
 
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+    def forward(self, tokens: Tensor) -> Tensor:
         return super().forward(tokens).transpose(0, 1).contiguous()
 
-    def logits(self, x: torch.Tensor) -> torch.Tensor:
+    def logits(self, x: Tensor) -> Tensor:
         """(S, B, C) -> (S, B, V): the matrix as the head."""
         return linear_with_grad_accumulation_and_async_allreduce(
             input=x,
@@ -127,25 +129,26 @@ class HeadEmbedding(WordEmbedding):
     forward = WordEmbedding.logits  # type: ignore[assignment]
 
 
-class Positions(torch.nn.Module):
+class Positions(nn.Module):
     """Adds the learned positions, where there are some; then the embedding's dropout, unless a norm
     comes between.
     """
 
     prefix = "embedding.position_embeddings."
-    weight: torch.nn.Parameter | None
+    weight: nn.Parameter | None
 
     def __init__(self, plan: Plan, settings: TransformerConfig) -> None:
         super().__init__()
         size = (plan.shape.seq_length, plan.shape.hidden_size)
-        table = torch.nn.Parameter(torch.empty(size, dtype=settings.params_dtype))
+        table = nn.Parameter(torch.empty(size, dtype=settings.params_dtype))
         self.register_parameter("weight", table if plan.shape.positions == "learned" else None)
         self.settings = settings
         self.dropout = 0.0 if plan.shape.embedding_layernorm else settings.hidden_dropout
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         """(S, B, C) -> (S, B, C)."""
-        x = x if self.weight is None else x + self.weight[: x.size(0), None]
+        if self.weight is not None:
+            x = x + self.weight[: x.size(0), None]
         if self.settings.sequence_parallel:
             # a view, which would keep the whole sequence for the backward pass
             x = tensor_parallel.scatter_to_sequence_parallel_region(x).clone()
@@ -160,12 +163,12 @@ class FirstNorm(NormedDropout):
 
     prefix = "embedding."
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         with sequence_stream(self.settings):
             return super().forward(x)
 
 
-class TransformerLayer(torch.nn.Module):
+class TransformerLayer(nn.Module):
     """Layer `number` of the whole model, from 0; `recomputed` in the backward pass or not."""
 
     recomputed = False
@@ -180,17 +183,15 @@ class TransformerLayer(torch.nn.Module):
             layer_spec(shape, settings), config=settings, layer_number=number + 1
         )
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         """(S, B, C) -> (S, B, C)."""
         # DeepSpeed's own checkpoints do not rewind the generators of megatron-core's dropout, and
         # take every layer
-        return (
-            tensor_parallel.checkpoint(self._computed, False, x)
-            if self.recomputed
-            else self._computed(x)
-        )
+        if self.recomputed:
+            return tensor_parallel.checkpoint(self._computed, False, x)
+        return self._computed(x)
 
-    def _computed(self, x: torch.Tensor) -> torch.Tensor:
+    def _computed(self, x: Tensor) -> Tensor:
         with sequence_stream(self.settings):  # as megatron-core's TransformerBlock does
             return self.layer(hidden_states=x, attention_mask=None)[0]
 
@@ -201,29 +202,29 @@ class FinalNorm(Norm):
     prefix = "decoder.final_layernorm."
 
 
-def mean_loss(scores: torch.Tensor, labels: torch.Tensor, fused: bool) -> torch.Tensor:
+def mean_loss(scores: Tensor, labels: Tensor, fused: bool) -> Tensor:
     """Mean cross-entropy in nats; scores (S, B, V), labels (B, S)."""
     return token_losses(scores, labels.transpose(0, 1).contiguous(), fused).mean()
 
 
 def layers(plan: Plan, settings: TransformerConfig) -> list[LayerSpec]:
     """Every layer of the whole model; a stage builds only its share."""
-    first, last = LayerSpec(WordEmbedding, plan, settings), LayerSpec(HeadEmbedding, plan, settings)
-    if plan.shape.tied_embeddings:
-        first = TiedLayerSpec("embedding", WordEmbedding, plan, settings)
-        last = TiedLayerSpec(
-            "embedding", WordEmbedding, plan, settings, forward_fn=WordEmbedding.logits
-        )
-    middle = [
-        LayerSpec(TransformerLayer, plan.shape, settings, number)
-        for number in range(plan.shape.num_layers)
-    ]
-    norm = [LayerSpec(FirstNorm, settings)] * plan.shape.embedding_layernorm
-    final = LayerSpec(FinalNorm, settings, plan.shape.hidden_size)
-    return [first, LayerSpec(Positions, plan, settings), *norm, *middle, final, last]
+    shape = plan.shape
+    first = LayerSpec(WordEmbedding, plan, settings)
+    last = LayerSpec(HeadEmbedding, plan, settings)
+    if shape.tied_embeddings:
+        tied = partial(TiedLayerSpec, "embedding", WordEmbedding, plan, settings)
+        first = tied()
+        last = tied(forward_fn=WordEmbedding.logits)
+    specs = [first, LayerSpec(Positions, plan, settings)]
+    if shape.embedding_layernorm:
+        specs.append(LayerSpec(FirstNorm, settings))
+    for number in range(shape.num_layers):
+        specs.append(LayerSpec(TransformerLayer, shape, settings, number))
+    return [*specs, LayerSpec(FinalNorm, settings, shape.hidden_size), last]
 
 
-def canonical_parameters(stage: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Parameter]]:
+def canonical_parameters(stage: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     """Yield each parameter of a stage with its name in the whole model."""
     for module in stage.modules():
         prefix = getattr(module, "prefix", None)

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from deepspeed.utils import logger, safe_get_full_fp32_param, safe_get_full_optimizer_state
 from megatron.core import parallel_state
+from torch import Tensor
 
 from trilane.interop.deepspeed_config import deepspeed_config
 from trilane.workspace.fingerprints import must_decay
@@ -74,13 +75,14 @@ class DeepSpeed(Engine):
             # sums it before, once a microbatch.
             if getattr(parameter, "sequence_parallel", False):
                 parameter.register_hook(sum_over_tp)
-        decays = {True: self._plan.optimizer.weight_decay, False: 0.0}  # norms and biases have none
-        grouped = [
-            {"params": [p for n, p in named if must_decay(n) == d], "weight_decay": decays[d]}
-            for d in decays
+        matrices = [parameter for name, parameter in named if must_decay(name)]
+        others = [parameter for name, parameter in named if not must_decay(name)]
+        groups = [
+            {"params": matrices, "weight_decay": self._plan.optimizer.weight_decay},
+            {"params": others, "weight_decay": 0.0},
         ]
         self._engine, *_ = deepspeed.initialize(
-            model=model, config=ds_config, model_parameters=grouped, **options
+            model=model, config=ds_config, model_parameters=groups, **options
         )
         self.modules = [model]
         return named
@@ -91,15 +93,18 @@ class DeepSpeed(Engine):
         """
         count = len(microbatches)
         if count != self._engine.gradient_accumulation_steps():  # it grows with the batch
-            self._engine.set_train_batch_size(
-                count * self._plan.topology.mbs * self._engine.dp_world_size
-            )
-        scale = (
-            float(self._optimizer.loss_scale) if self._plan.topology.precision == "fp16" else 1.0
-        )
+            each = self._plan.topology.mbs * self._engine.dp_world_size
+            self._engine.set_train_batch_size(count * each)
+        scale = 1.0
+        if self._plan.topology.precision == "fp16":
+            scale = float(self._optimizer.loss_scale)
         loss = self._train(microbatches)
-        norm, skipped = self._engine.get_global_grad_norm(), not self._engine.was_step_applied()
-        return Step(loss=loss, grad_norm=float(norm or 0.0), loss_scale=scale, skipped=skipped)
+        return Step(
+            loss=loss,
+            grad_norm=float(self._engine.get_global_grad_norm() or 0.0),
+            loss_scale=scale,
+            skipped=not self._engine.was_step_applied(),
+        )
 
     def _train(self, microbatches: Sequence[Microbatch]) -> float:
         """Train one batch; its mean loss."""
@@ -109,12 +114,8 @@ class DeepSpeed(Engine):
         """Make each of DeepSpeed's methods a phase from now on; ZeRO 2 and 3 also reduce inside
         backward.
         """
-        phases = {
-            "forward": FORWARD,
-            "backward": BACKWARD,
-            "allreduce_gradients": REDUCE,
-            "step": OPTIMIZER,
-        }
+        phases = {"forward": FORWARD, "backward": BACKWARD}
+        phases |= {"allreduce_gradients": REDUCE, "step": OPTIMIZER}
         for name, during in phases.items():
             setattr(self._engine, name, phase(during)(getattr(self._engine, name)))
 
@@ -127,12 +128,10 @@ class DeepSpeedZero(DeepSpeed):
         with contextlib.ExitStack() as stack:
             if plan.topology.zero == 3:  # no rank ever holds more than its share
                 replicas = parallel_state.get_data_parallel_group()
-                sharding = {
-                    "config_dict_or_path": ds_config,
-                    "data_parallel_group": replicas,
-                    "mpu": Mpu(),
-                }
-                stack.enter_context(deepspeed.zero.Init(**sharding))
+                sharded = deepspeed.zero.Init(
+                    config_dict_or_path=ds_config, data_parallel_group=replicas, mpu=Mpu()
+                )
+                stack.enter_context(sharded)
             model = empty_chunk(plan, apply(self._kernels, transformer_config(plan)))
         named = list(canonical_parameters(model, plan.shape.tied_embeddings))
         fill_parameters(named, plan)
@@ -155,7 +154,7 @@ class DeepSpeedZero(DeepSpeed):
     def _evaluate(self, microbatches: Sequence[Microbatch]) -> float:
         return self._mean([self._loss(batch) for batch in microbatches])
 
-    def _loss(self, batch: Microbatch) -> torch.Tensor:
+    def _loss(self, batch: Microbatch) -> Tensor:
         return self._engine(batch.tokens, self._positions, None, labels=batch.labels).float().mean()
 
 
@@ -196,6 +195,14 @@ def start() -> None:
     deepspeed.init_distributed(dist_backend=dist.get_backend(), dist_init_required=False)
 
 
+# What an optimizer updates: the flat parts of stages 1 and 2, of BF16_Optimizer, of stage 3.
+FLAT = (
+    "single_partition_of_fp32_groups",
+    "fp32_groups_flat_partition",
+    "fp32_partitioned_groups_flat",
+)
+
+
 class DeepSpeedStates:
     """`named` parameters in the optimizer that deepspeed.initialize() returned."""
 
@@ -204,7 +211,9 @@ class DeepSpeedStates:
     def __init__(self, named: Named, optimizer: Any, stage: int) -> None:
         self.pieces = pieces(named)
         self._parameters: list[Any] = [parameter for _, parameter in named]
-        self._optimizer, self._stage, self._started = optimizer, stage, False
+        self._optimizer = optimizer
+        self._stage = stage
+        self._started = False
         self._inner = [optimizer.optimizer]
         scaler: Any = getattr(optimizer, "loss_scaler", None)
         self._scaler = scaler if getattr(scaler, "dynamic", False) else None  # of fp16
@@ -213,52 +222,54 @@ class DeepSpeedStates:
         """Nothing is deferred; the moments exist from the first step on, here already before."""
         if self._started:
             return
-        self._started, optimizer = True, self._optimizer
-        # What it updates: the flat parts of stages 1 and 2, of BF16_Optimizer, of stage 3.
-        flat = (
-            "single_partition_of_fp32_groups",
-            "fp32_groups_flat_partition",
-            "fp32_partitioned_groups_flat",
-        )
-        init_moments(
-            self._inner[0],
-            next(getattr(optimizer, name) for name in flat if hasattr(optimizer, name)),
-        )
+        self._started = True
+        init_moments(self._inner[0], self._first_of(*FLAT))
         if self._stage < 3:
-            patches.link_moments(optimizer)
+            patches.link_moments(self._optimizer)
+
+    def _first_of(self, *names: str) -> Any:
+        """The first of these attributes that the optimizer has, which its class decides."""
+        return next(
+            getattr(self._optimizer, name) for name in names if hasattr(self._optimizer, name)
+        )
 
     def shard(self, number: int) -> tuple[int, int]:
         parameter = self._parameters[number]
         if self._stage == 3:
-            each, rank = parameter.ds_tensor.ds_numel, dist.get_rank(parameter.ds_process_group)
-            first, end = (min(n * each, parameter.ds_numel) for n in (rank, rank + 1))
-            return (first, end) if first < end else (0, 0)
-        held = patches.fragment(parameter)
-        part = held and held.lp_fragment_address
-        return (part.start, part.start + part.numel) if part else (0, 0)
+            each = parameter.ds_tensor.ds_numel
+            first = each * dist.get_rank(parameter.ds_process_group)
+            if first >= parameter.ds_numel:
+                return 0, 0
+            return first, min(first + each, parameter.ds_numel)
+        fragment = patches.fragment(parameter)
+        if not fragment:
+            return 0, 0
+        part = fragment.lp_fragment_address
+        return part.start, part.start + part.numel
 
-    def read(self, number: int, kind: str) -> torch.Tensor:
+    def read(self, number: int, kind: str) -> Tensor:
         self.finish_step()
-        parameter, key = self._parameters[number], None if kind == "weight" else kind
+        parameter = self._parameters[number]
+        key = None if kind == "weight" else kind
         if self._stage == 3:
             first, end = self.shard(number)
             return patches.partition(parameter, key).detach().view(-1)[: end - first]
-        held = patches.fragment(parameter)
-        return held.get_hp_fragment(key).detach().view(-1) if held else torch.empty(0)
+        fragment = patches.fragment(parameter)
+        if not fragment:
+            return torch.empty(0)
+        return fragment.get_hp_fragment(key).detach().view(-1)
 
-    def gathered(self, number: int, kind: str) -> torch.Tensor:
+    def gathered(self, number: int, kind: str) -> Tensor:
         """All of the piece, in its shape, gathered over the replicas; collective."""
         self.finish_step()
         parameter = self._parameters[number]
-        is_weight = kind == "weight"
-        found = (
-            safe_get_full_fp32_param(parameter)
-            if is_weight
-            else safe_get_full_optimizer_state(parameter, kind)
-        )
-        return found.view(self.pieces[number].size)
+        if kind == "weight":
+            whole = safe_get_full_fp32_param(parameter)
+        else:
+            whole = safe_get_full_optimizer_state(parameter, kind)
+        return whole.view(self.pieces[number].size)
 
-    def write(self, number: int, weight: torch.Tensor, moments: dict[str, torch.Tensor]) -> None:
+    def write(self, number: int, weight: Tensor, moments: dict[str, Tensor]) -> None:
         parameter = self._parameters[number]
         first, end = self.shard(number)
         with torch.no_grad():
@@ -271,7 +282,7 @@ class DeepSpeedStates:
             ):
                 parameter.copy_(weight.view(tuple(getattr(parameter, "ds_shape", parameter.shape))))
 
-    def copy(self, number: int) -> torch.Tensor | None:
+    def copy(self, number: int) -> Tensor | None:
         if self._stage == 3:  # no rank holds the whole of it
             return None
         return self._parameters[number].detach().view(self.pieces[number].size)
@@ -279,30 +290,29 @@ class DeepSpeedStates:
     def decays(self) -> list[float | None]:
         # ZeRO replaces the parameters of a group by flat ones of its own and keeps the lists apart:
         # in stages 1 and 2, in BF16_Optimizer, and in stage 3, there in sub-groups of a group.
-        optimizer, found = self._optimizer, dict[int, float]()
-        kept = (
-            getattr(optimizer, lists, None)
-            for lists in ("bit16_groups", "bf16_groups", "fp16_groups")
-        )
-        for number, members in enumerate(next(filter(None, kept))):
-            group = getattr(optimizer, "sub_group_to_group_id", {}).get(number, number)
-            found |= {id(p): optimizer.param_groups[group]["weight_decay"] for p in members}
-        return [found.get(id(parameter)) for parameter in self._parameters]
+        decays: dict[int, float] = {}
+        group_of = getattr(self._optimizer, "sub_group_to_group_id", {})
+        for number, members in enumerate(
+            self._first_of("bit16_groups", "bf16_groups", "fp16_groups")
+        ):
+            group = self._optimizer.param_groups[group_of.get(number, number)]
+            decays |= dict.fromkeys(map(id, members), group["weight_decay"])
+        return [decays.get(id(parameter)) for parameter in self._parameters]
 
     def scalars(self) -> dict[str, float]:
-        found, scaler = {"step": step_of(self._inner)}, self._scaler
+        values = {"step": step_of(self._inner)}
+        scaler = self._scaler
         if scaler:
-            found["loss_scale"] = float(scaler.cur_scale)
-            found["good_steps"] = scaler.cur_iter - scaler.last_overflow_iter - 1
-            found["hysteresis"] = scaler.cur_hysteresis
-        return found
+            values["loss_scale"] = float(scaler.cur_scale)
+            values["good_steps"] = scaler.cur_iter - scaler.last_overflow_iter - 1
+            values["hysteresis"] = scaler.cur_hysteresis
+        return values
 
     def set_scalars(self, values: dict[str, float]) -> None:
         set_step(self._inner, values["step"])
         scaler = self._scaler
         if scaler and "loss_scale" in values:
-            scaler.cur_scale, scaler.cur_hysteresis = (
-                values["loss_scale"],
-                int(values["hysteresis"]),
-            )
-            scaler.cur_iter, scaler.last_overflow_iter = int(values["good_steps"]), -1
+            scaler.cur_scale = values["loss_scale"]
+            scaler.cur_hysteresis = int(values["hysteresis"])
+            scaler.cur_iter = int(values["good_steps"])
+            scaler.last_overflow_iter = -1

@@ -5,7 +5,6 @@ training loop uses them.
 import contextlib
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -21,6 +20,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor, nn
 
 from trilane.config.plan import Plan
 from trilane_engine import patches
@@ -46,33 +46,35 @@ from trilane_engine.model.own_layer import own_spec, try_out
 from trilane_engine.nonfinite import first_of
 from trilane_engine.phases import OPTIMIZER, megatron_timers, phase
 
-LossOf = Callable[[torch.Tensor], tuple[torch.Tensor, dict[str, torch.Tensor]]]
+LossOf = Callable[[Tensor], tuple[Tensor, dict[str, Tensor]]]
 
 
 class Megatron(Engine):
     """TP, PP (1F1B, interleaved) and DP of one plan."""
 
     def _build(self) -> None:
-        plan, t = self._plan, self._plan.topology
+        plan = self._plan
+        t = plan.topology
         te.start(plan, self._positions.device)
         settings = apply(self._kernels, transformer_config(plan))
-        self.path += "; Transformer Engine's layers" * te.is_chosen(settings)
-        self.path += f"; layer {plan.layer}, of which no prediction knows" * bool(plan.layer)
-        own = own_spec(plan, layer_spec(plan.shape, settings)) if plan.layer else None
-        models = build_chunks(plan, settings, own)
-        for made in (made for model in models for made in model.decoder.layers if plan.layer):
-            try_out(plan, made.to(settings.params_dtype))
-        for layer in (
-            made for model in models for made in model.decoder.layers if plan.run.fused == "layer"
-        ):
-            layer.forward = compiled(layer.forward)
-        named = [
-            pair
-            for model in models
-            for pair in canonical_parameters(model, plan.shape.tied_embeddings)
-        ]
+        if te.is_chosen(settings):
+            self.path += "; Transformer Engine's layers"
+        layer_of_plan = None
+        if plan.layer:
+            self.path += f"; layer {plan.layer}, of which no prediction knows"
+            layer_of_plan = own_spec(plan, layer_spec(plan.shape, settings))
+        named: list[tuple[str, nn.Parameter]] = []
+        models = build_chunks(plan, settings, layer_of_plan)
+        for model in models:
+            for layer in model.decoder.layers:
+                if plan.layer:
+                    try_out(plan, layer.to(settings.params_dtype))
+                if plan.run.fused == "layer":
+                    layer.forward = compiled(layer.forward)
+            named += canonical_parameters(model, plan.shape.tied_embeddings)
         self._parameters: list[Any] = [parameter for _, parameter in named]
-        self.modules = self._chunks = [_distributed(model, settings, plan) for model in models]
+        self._chunks = [_distributed(model, settings, plan) for model in models]
+        self.modules = self._chunks
         patches.use_torch_optimizer()
         self._optimizer = get_megatron_optimizer(
             _optimizer_config(plan), self._chunks, use_gloo_process_groups=False
@@ -82,9 +84,9 @@ class Megatron(Engine):
             # would decay.
             group["weight_decay"] = plan.optimizer.weight_decay * group["wd_mult"]
             if t.adam == "fused":  # reads and writes each state once
-                group["fused"], group["foreach"] = True, False
-        optimizers = self._optimizer.chained_optimizers
-        self.states = MegatronStates(named, optimizers, self._chunks)
+                group["fused"] = True
+                group["foreach"] = False
+        self.states = MegatronStates(named, self._optimizer.chained_optimizers, self._chunks)
         patches.send_aliases()
         settings.timers = megatron_timers(pipeline=t.pp > 1)
         settings.finalize_model_grads_func = finalize_model_grads
@@ -94,14 +96,15 @@ class Megatron(Engine):
             no_sync = [chunk.no_sync for chunk in self._chunks]
             settings.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
         self._schedule = get_forward_backward_func()
-        self._found = ""
+        self._not_finite = ""
         self._draws = plan.layer is not None or max(plan.dropout.attention, plan.dropout.hidden) > 0
         norm = self._optimizer.get_grad_norm
         # the only place between the gradients and the update, which makes all weights NaN
         self._optimizer.get_grad_norm = lambda: self._examined(norm())
 
     def _step(self, microbatches: Sequence[Microbatch]) -> Step:
-        self._batch, self._random = microbatches, rng.states() if self._draws else None
+        self._batch = microbatches
+        self._random = rng.states() if self._draws else None
         self._zero_grad()
         scale = self._optimizer.get_loss_scale().item()
         losses = self._forward_backward(microbatches)
@@ -109,11 +112,14 @@ class Megatron(Engine):
             updated, grad_norm, _ = self._optimizer.step()
         loss = self._mean(losses)
         if not updated:
-            self._examined_skip(math.isfinite(loss), scale)
-        step = Step(
-            loss=loss, grad_norm=float(grad_norm or 0.0), loss_scale=scale, skipped=not updated
+            self._examine_skip(math.isfinite(loss), scale)
+        return Step(
+            loss=loss,
+            grad_norm=float(grad_norm or 0.0),
+            loss_scale=scale,
+            skipped=not updated,
+            not_finite=self._not_finite,
         )
-        return replace(step, not_finite=self._found)
 
     def _examined(self, norm: float) -> float:
         """The gradient norm; where it is not finite, the same on all ranks, the first such value is
@@ -121,28 +127,31 @@ class Megatron(Engine):
 
         The gradients are those of the repetition then.
         """
-        if not math.isfinite(norm) and not self._found:
+        if not math.isfinite(norm) and not self._not_finite:
             if self._random:
                 rng.restore(self._random)
             self._zero_grad()
             with self._gathered():
-                self._found = first_of(self._chunks, lambda: self._forward_backward(self._batch))
+                self._not_finite = first_of(
+                    self._chunks, lambda: self._forward_backward(self._batch)
+                )
         return norm
 
-    def _examined_skip(self, is_finite: bool, scale: float) -> None:
+    def _examine_skip(self, is_finite: bool, scale: float) -> None:
         """Search also where fp16 skips an iteration, unless a smaller loss scale may mend it."""
-        lost = torch.tensor(int(not is_finite or scale <= self._optimizer.config.min_loss_scale))
-        dist.all_reduce(
-            lost := lost.to(self._positions.device), op=dist.ReduceOp.MAX
-        )  # stages have no loss
-        self._examined(math.nan if lost.item() else 0.0)
+        is_lost = not is_finite or scale <= self._optimizer.config.min_loss_scale
+        lost = torch.tensor(int(is_lost)).to(self._positions.device)
+        dist.all_reduce(lost, op=dist.ReduceOp.MAX)  # stages have no loss
+        if lost.item():
+            self._examined(math.nan)
 
     def _zero_grad(self) -> None:
         for chunk in self._chunks:
             chunk.zero_grad_buffer()
         self._optimizer.zero_grad()
-        for parameter in () if self._plan.topology.overlap_grad_reduce else self._parameters:
-            parameter.grad = parameter.main_grad
+        if not self._plan.topology.overlap_grad_reduce:
+            for parameter in self._parameters:
+                parameter.grad = parameter.main_grad
 
     def _evaluate(self, microbatches: Sequence[Microbatch]) -> float:
         with self._gathered():
@@ -160,14 +169,16 @@ class Megatron(Engine):
 
     def _forward_backward(
         self, microbatches: Sequence[Microbatch], forward_only: bool = False
-    ) -> list[torch.Tensor]:
+    ) -> list[Tensor]:
         """The loss of each microbatch on the last stage; an empty list elsewhere."""
-        interleaved = len(self._chunks) > 1
-        feeds = [iter(microbatches) for _ in self._chunks]
+        feeds: Any = [iter(microbatches) for _ in self._chunks]
+        chunks: Any = self._chunks
+        if len(self._chunks) == 1:
+            feeds, chunks = feeds[0], chunks[0]
         results = self._schedule(
             forward_step_func=self._forward,
-            data_iterator=feeds if interleaved else feeds[0],
-            model=self._chunks if interleaved else self._chunks[0],
+            data_iterator=feeds,
+            model=chunks,
             num_microbatches=len(microbatches),
             seq_length=self._plan.shape.seq_length,
             micro_batch_size=self._plan.topology.mbs,
@@ -175,49 +186,49 @@ class Megatron(Engine):
         )
         return [result["loss"] for result in results]
 
-    def _forward(
-        self, feed: Iterator[Microbatch], model: torch.nn.Module
-    ) -> tuple[torch.Tensor, LossOf]:
+    def _forward(self, feed: Iterator[Microbatch], model: nn.Module) -> tuple[Tensor, LossOf]:
         batch = next(feed)
-        whole = batch.tokens, self._positions, batch.labels  # (mbs, S) each
-        tokens, positions, labels = (context.own_part(x, dim=1) for x in whole)
+        tokens = context.own_part(batch.tokens, dim=1)  # (mbs, S / cp), and so the others
+        positions = context.own_part(self._positions, dim=1)
+        labels = context.own_part(batch.labels, dim=1)
         return model(tokens, positions, None, labels=labels), _mean_loss
 
 
 build = Megatron
 
 
-def _mean_loss(losses: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    mean = (
-        losses.float().mean()
-    )  # losses (mbs, seq_length / cp): every sample is full, so nothing is masked
+def _mean_loss(losses: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    """Losses (mbs, S / cp): every sample is full, so nothing is masked."""
+    mean = losses.float().mean()
     # the schedule multiplies by cp, as if these were sums, and divides by the number of
     # microbatches in place
     return mean / context.ranks(), {"loss": mean.detach()}
 
 
 def _distributed(
-    chunk: torch.nn.Module, settings: TransformerConfig, plan: Plan
+    chunk: nn.Module, settings: TransformerConfig, plan: Plan
 ) -> DistributedDataParallel:
     """The chunk in its precision, with gradients summed over replicas in fp32 for the last
     microbatch.
     """
-    t, half = plan.topology, plan.topology.precision != "fp32"
+    t = plan.topology
+    is_half = t.precision != "fp32"
     ddp = DistributedDataParallelConfig(
         use_distributed_optimizer=t.zero == 1,
-        grad_reduce_in_fp32=half,
+        grad_reduce_in_fp32=is_half,
         overlap_grad_reduce=t.overlap_grad_reduce,
         overlap_param_gather=t.overlap_param_gather,
         bucket_size=max(40_000_000, 1_000_000 * t.dp),  # DDP's own
     )
-    chunk = Float16Module(settings, chunk) if half else chunk
-    made = DistributedDataParallel(settings, ddp, chunk, **_layout(ddp, chunk))
+    if is_half:
+        chunk = Float16Module(settings, chunk)
+    wrapped = DistributedDataParallel(settings, ddp, chunk, **_layout(ddp, chunk))
     if not t.overlap_grad_reduce:
-        patches.add_by_autograd(made)
-    return made
+        patches.add_by_autograd(wrapped)
+    return wrapped
 
 
-def _layout(ddp: DistributedDataParallelConfig, chunk: torch.nn.Module) -> dict[str, Any]:
+def _layout(ddp: DistributedDataParallelConfig, chunk: nn.Module) -> dict[str, Any]:
     """Where parameters lie in DDP's buffers, which megatron-core's optimizer of 0.18 on computes."""
     compute = getattr(DistributedOptimizer, "compute_full_param_layout", None)
     if compute is None or not ddp.use_distributed_optimizer:
@@ -230,7 +241,8 @@ def _layout(ddp: DistributedDataParallelConfig, chunk: torch.nn.Module) -> dict[
 
 
 def _optimizer_config(plan: Plan) -> OptimizerConfig:
-    o, t = plan.optimizer, plan.topology
+    o = plan.optimizer
+    t = plan.topology
     return OptimizerConfig(
         optimizer="adam",
         lr=o.lr,
@@ -258,7 +270,7 @@ class Shard(NamedTuple):
 
     optimizer: torch.optim.Optimizer
     group: dict[str, Any]
-    main: torch.Tensor
+    main: Tensor
     first: int
     end: int
 
@@ -268,16 +280,15 @@ class MegatronStates:
 
     def __init__(self, named: Named, optimizers: Sequence[Any], chunks: Sequence[Any]) -> None:
         self.pieces = pieces(named)
-        self.divided = any(
-            hasattr(optimizer, "model_param_group_index_map") for optimizer in optimizers
-        )
+        self.divided = any(map(_is_distributed, optimizers))
         self._parameters: list[Any] = [parameter for _, parameter in named]
-        self._chunks, self._inner = chunks, [chained.optimizer for chained in optimizers]
-        scalers = (getattr(chained, "grad_scaler", None) for chained in optimizers)
-        # the dynamic loss scales of fp16
-        self._scalers: list[Any] = [
-            scaler for scaler in scalers if hasattr(scaler, "growth_interval")
-        ]
+        self._chunks = chunks
+        self._inner = [chained.optimizer for chained in optimizers]
+        self._scalers: list[Any] = []  # the dynamic loss scales of fp16
+        for chained in optimizers:
+            scaler = getattr(chained, "grad_scaler", None)
+            if hasattr(scaler, "growth_interval"):
+                self._scalers.append(scaler)
         self._shards = [_shard(parameter, optimizers) for parameter in self._parameters]
 
     def finish_step(self) -> None:
@@ -292,26 +303,27 @@ class MegatronStates:
         shard = self._shards[number]
         return (shard.first, shard.end) if shard else (0, 0)
 
-    def read(self, number: int, kind: str) -> torch.Tensor:
+    def read(self, number: int, kind: str) -> Tensor:
         for inner in self._inner:  # fp16 may have skipped every step so far
-            init_moments(
-                inner, (parameter for group in inner.param_groups for parameter in group["params"])
-            )
+            for group in inner.param_groups:
+                init_moments(inner, group["params"])
         shard = self._shards[number]
         if shard is None:
             return torch.empty(0)
         held = shard.main if kind == "weight" else shard.optimizer.state[shard.main][kind]
         return held.detach().view(-1)
 
-    def write(self, number: int, weight: torch.Tensor, moments: dict[str, torch.Tensor]) -> None:
+    def write(self, number: int, weight: Tensor, moments: dict[str, Tensor]) -> None:
         first, end = self.shard(number)
+        parameter = self._parameters[number]
         with torch.no_grad():
-            self._parameters[number].copy_(weight.view_as(self._parameters[number]))
+            parameter.copy_(weight.view_as(parameter))
             for kind, values in {"weight": weight.reshape(-1)[first:end], **moments}.items():
                 self.read(number, kind).copy_(values)
 
-    def copy(self, number: int) -> torch.Tensor | None:
-        parameter, shard = self._parameters[number], self._shards[number]
+    def copy(self, number: int) -> Tensor | None:
+        parameter = self._parameters[number]
+        shard = self._shards[number]
         if not self.divided and shard and shard.main is parameter:
             return None
         return parameter.detach().view(self.pieces[number].size)
@@ -320,38 +332,44 @@ class MegatronStates:
         return [shard.group["weight_decay"] if shard else None for shard in self._shards]
 
     def scalars(self) -> dict[str, float]:
-        found = {"step": step_of(self._inner)}
-        for scaler in self._scalers[:1]:
-            held = scaler.state_dict()
-            found["loss_scale"] = held["scale"].item()
-            found["good_steps"] = held["growth_tracker"]
-            found["hysteresis"] = held["hysteresis_tracker"]
-        return found
+        values = {"step": step_of(self._inner)}
+        if self._scalers:
+            state = self._scalers[0].state_dict()
+            values["loss_scale"] = state["scale"].item()
+            values["good_steps"] = state["growth_tracker"]
+            values["hysteresis"] = state["hysteresis_tracker"]
+        return values
 
     def set_scalars(self, values: dict[str, float]) -> None:
         set_step(self._inner, values["step"])
-        for scaler in self._scalers if "loss_scale" in values else ():
-            held: Any = {"scale": torch.full_like(scaler.scale, values["loss_scale"])}
-            held["growth_tracker"] = int(values["good_steps"]) % scaler.growth_interval
-            held["hysteresis_tracker"] = int(values["hysteresis"])
-            scaler.load_state_dict(held)
+        if "loss_scale" not in values:
+            return
+        for scaler in self._scalers:
+            state: Any = {"scale": torch.full_like(scaler.scale, values["loss_scale"])}
+            state["growth_tracker"] = int(values["good_steps"]) % scaler.growth_interval
+            state["hysteresis_tracker"] = int(values["hysteresis"])
+            scaler.load_state_dict(state)
 
 
-def _shard(parameter: torch.nn.Parameter, optimizers: Sequence[Any]) -> Shard | None:
+def _is_distributed(chained: Any) -> bool:
+    """Whether it is megatron-core's distributed optimizer."""
+    return hasattr(chained, "model_param_group_index_map")
+
+
+def _shard(parameter: nn.Parameter, optimizers: Sequence[Any]) -> Shard | None:
     """The parameter's shard on this rank; None where other replicas update all of it."""
     for chained in optimizers:
-        if hasattr(chained, "model_param_group_index_map"):  # the distributed optimizer
-            place = chained.model_param_group_index_map.get(parameter)
-            if place is not None:
-                group = chained.optimizer.param_groups[place[0]]
+        inner = chained.optimizer
+        if _is_distributed(chained):
+            if parameter in chained.model_param_group_index_map:
+                number, place = chained.model_param_group_index_map[parameter]
+                group = inner.param_groups[number]
                 buffer, dtype, bucket = chained.model_param_gbuf_map[parameter]
                 part = chained.gbuf_ranges[buffer][dtype][bucket]["param_map"][parameter]["param"]
-                return Shard(
-                    chained.optimizer, group, group["params"][place[1]], part.start, part.end
-                )
+                return Shard(inner, group, group["params"][place], part.start, part.end)
             continue
         main = getattr(parameter, "main_param", parameter)
-        for group in chained.optimizer.param_groups:
+        for group in inner.param_groups:
             if any(main is other for other in group["params"]):
-                return Shard(chained.optimizer, group, main, 0, parameter.numel())
+                return Shard(inner, group, main, 0, parameter.numel())
     return None

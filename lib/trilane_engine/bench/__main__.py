@@ -11,7 +11,6 @@ import platform
 import statistics
 import sys
 from collections import Counter
-from dataclasses import replace
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -20,34 +19,35 @@ from trilane.config.cluster import Cluster, Gpu
 from trilane.utils.process import python, replace_by
 from trilane.utils.validation import print_refusal, require, to_mapping
 
+PROCESSES = 8  # of a machine without GPUs
+
 
 def main(argv: list[str]) -> int:
     """Arguments `[OUT [NAME [STORAGE [PROCESSES]]]]`. 0 when the file is written, else 2 with one
     line.
     """
     out, name, storage, processes = [*argv, "", "", "", ""][:4]
-    path = Path(out or f"{name or 'local'}.json")
+    name = name or "local"
+    path = Path(out or f"{name}.json")
     # a batch script has SLURM_PROCID too, but no step: it is one process
     is_alone = "RANK" not in os.environ and os.environ.get("SLURM_STEP_NUM_TASKS", "1") == "1"
     try:
         require(Path(storage).is_dir(), "storage", storage, "is no folder")
-        require(out.endswith(".json") or not out, "out", out, "must end in .json")
+        require(path.suffix == ".json", "out", out, "must end in .json")
         if is_alone:
-            _become_torchrun(
-                _free(path), name or "local", storage
-            )  # refused before torch is imported
-        _measure(path, name or "local", Path(storage), int(processes or "0"))
+            _require_free(path)  # refused before torch is imported
+            _become_torchrun(path, name, storage)
+        _measure(path, name, Path(storage), int(processes or "0"))
     except ValueError as error:
         print_refusal(error, "trilane: ")
         return 2
     return 0
 
 
-def _free(path: Path) -> Path:
-    """The file to write, which must not exist yet, in a folder that does; ValueError otherwise."""
+def _require_free(path: Path) -> None:
+    """ValueError unless the file does not exist yet, in a folder that does."""
     require(not path.exists(), "out", path, "exists")
     require(path.absolute().parent.is_dir(), "out", path, "its folder does not exist")
-    return path
 
 
 def _become_torchrun(path: Path, name: str, storage: str) -> None:
@@ -56,11 +56,13 @@ def _become_torchrun(path: Path, name: str, storage: str) -> None:
     from trilane_engine.world import own_device
 
     cards = torch.cuda.device_count()
+    processes = 0
     if not cards:
         own_device("fp32")  # raises where there is a GPU that torch cannot use
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+        processes = PROCESSES
     ranks = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={cards or 2}"]
-    this = ["-m", "trilane_engine.bench.__main__", str(path), name, storage, str(0 if cards else 8)]
+    this = ["-m", "trilane_engine.bench.__main__", str(path), name, storage, str(processes)]
     replace_by(python(*ranks, *this))
 
 
@@ -74,13 +76,11 @@ def _measure(path: Path, name: str, storage: Path, processes: int) -> None:
     context = _context_bytes()
     world = worlds.start_process_group("fp32")
     try:
-        worlds.call_on_first(world, lambda: _free(path))
+        worlds.call_on_first(world, lambda: _require_free(path))
         cluster = measured(world, context, name, storage, processes)
         if world.is_first:
             write_json(path, to_mapping(cluster))
-    except (
-        ValueError
-    ):  # on all ranks; after any other error the peers may be gone, and this could wait for them
+    except ValueError:  # on all ranks; after another error it could wait for peers that are gone
         torch.distributed.destroy_process_group()
         raise
     torch.distributed.destroy_process_group()
@@ -107,90 +107,92 @@ def measured(world: Any, context: float, name: str, folder: Path, processes: int
     """The cluster: medians over ranks, which may stand for `processes` on one host. Collective."""
     import psutil
     import torch
-    import torch.distributed as dist
 
     from trilane_engine.bench import storage
-    from trilane_engine.bench.rates import all_reduce, of_device
+    from trilane_engine.bench.rates import of_device
     from trilane_engine.report import print_note
     from trilane_engine.world import core_numbers, gather_values
 
     hosts = gather_values(world, platform.node())
-    counts, here = Counter(hosts), hosts[world.rank]
+    counts = Counter(hosts)
+    of_host = counts[hosts[world.rank]]
     text = ", ".join(f"{host} {count}" for host, count in counts.items())
-    require(
-        len(set(counts.values())) == 1, "ranks per host", text, "must be the same on every host"
-    )
-    free, is_card, of_host = (
-        float(psutil.virtual_memory().available),
-        world.device.type == "cuda",
-        counts[here],
-    )
-    own = {
-        "host_memory_bytes": free,
-        "gpu.memory_bytes": free / (processes or of_host),
-        "gpu.context_bytes": context,
-    }
-    if is_card:
+    is_even = len(set(counts.values())) == 1
+    require(is_even, "ranks per host", text, "must be the same on every host")
+    free = float(psutil.virtual_memory().available)
+    own = {"host_memory_bytes": free, "gpu.context_bytes": context}
+    own["gpu.memory_bytes"] = free / (processes or of_host)
+    if world.device.type == "cuda":
         own["gpu.memory_bytes"] = float(torch.cuda.get_device_properties(world.device).total_memory)
-    if (
-        world.is_first or not processes
-    ):  # where ranks stand for others only the first measures its device
+    if world.is_first or not processes:  # where ranks stand for others only the first measures
         own |= of_device(world.device)
-    # new_group is collective over all ranks
-    groups = {
-        host: dist.new_group([rank for rank, h in enumerate(hosts) if h == host]) for host in counts
-    }
-    links: list[tuple[str, Any, int]] = [("node", groups[here], of_host)]
-    links += [("network", None, world.size)] * (len(counts) > 1)
-    for link, group, n in links:
-        if n > 1:
-            own[f"{link}_bytes_per_s"], small_s = all_reduce(world.device, group, n, 40)
-            # processes that share cores wait for a core as well: there the whole small all_reduce
-            # counts as one hop
-            own.setdefault("latency_s", small_s / (1 if processes else 2 * (n - 1)))
+    own |= _links(world, hosts, processes)
     saved, how = storage.measure(world, folder, len(counts))
-    if world.is_first and not saved:
-        print_note(f"storage is not measured: {how}")
+    if not saved:
+        how = f"not measured: {how}"
+        if world.is_first:
+            print_note(f"storage is {how}")
     every = gather_values(world, own)
-    facts = {field: statistics.median(f[field] for f in every if field in f) for field in every[0]}
+    facts = {}
+    for field in every[0]:
+        facts[field] = statistics.median(of_rank[field] for of_rank in every if field in of_rank)
     # what no link could show: one rank, one host, or one rank a host
-    facts.setdefault(
-        "node_bytes_per_s", facts.get("network_bytes_per_s", facts["pcie_bytes_per_s"])
-    )
+    node = facts.get("network_bytes_per_s", facts["pcie_bytes_per_s"])
+    facts.setdefault("node_bytes_per_s", node)
     facts.setdefault("network_bytes_per_s", facts["node_bytes_per_s"])
     facts.setdefault("latency_s", facts["launch_overhead_s"])
-    cores = zip(hosts, gather_values(world, core_numbers()), strict=True)
     # srun may bind each rank to its own cores: a node has those of all its ranks
-    of_node = set().union(*(numbers for host, numbers in cores if host == hosts[0]))
-    facts |= {
-        "cores_per_node": len(of_node),
-        "gpus_per_node": processes or of_host,
-        "max_nodes": len(counts),
-        **saved,
-    }
+    cores: set[int] = set()
+    for host, numbers in zip(hosts, gather_values(world, core_numbers()), strict=True):
+        if host == hosts[0]:
+            cores |= numbers
+    facts |= {"cores_per_node": len(cores), "gpus_per_node": processes or of_host}
+    facts |= {"max_nodes": len(counts), **saved}
     ranks = f"median of {1 if processes else world.size} ranks by `trilane measure machine`"
-    made = as_cluster(
-        name, world.device, facts, f"measured on {text} at {date.today().isoformat()}, {ranks}"
-    )
-    return replace(
-        made, sources={**made.sources, "storage": how if saved else f"not measured: {how}"}
-    )
+    source = f"measured on {text} at {date.today().isoformat()}, {ranks}"
+    return _cluster(name, world.device, facts, {"all": source, "storage": how})
 
 
-def as_cluster(name: str, device: Any, facts: dict[str, Any], source: str) -> Cluster:
-    """The facts as a Cluster, with the source of all of them."""
+def _links(world: Any, hosts: list[str], processes: int) -> dict[str, float]:
+    """Bytes per second within this rank's host and between all ranks, and a latency. Collective."""
+    import torch.distributed as dist
+
+    from trilane_engine.bench.rates import all_reduce
+
+    links: list[tuple[str, Any, int]] = []
+    for host in dict.fromkeys(hosts):
+        ranks = [rank for rank, other in enumerate(hosts) if other == host]
+        group = dist.new_group(ranks)  # collective over all ranks
+        if world.rank in ranks:
+            links.append(("node", group, len(ranks)))
+    if len(set(hosts)) > 1:
+        links.append(("network", None, world.size))
+    rates: dict[str, float] = {}
+    for link, group, n in links:
+        if n > 1:
+            rates[f"{link}_bytes_per_s"], small_s = all_reduce(world.device, group, n, 40)
+            # processes that share cores wait for a core as well: there the whole small all_reduce
+            # counts as one hop
+            rates.setdefault("latency_s", small_s / (1 if processes else 2 * (n - 1)))
+    return rates
+
+
+def _cluster(name: str, device: Any, facts: dict[str, Any], sources: dict[str, str]) -> Cluster:
+    """The facts as a Cluster."""
     import torch
 
-    card: dict[str, Any] = {"name": f"core of {platform.node()}", "kind": "cpu"}
+    gpu: dict[str, Any] = {"name": f"core of {platform.node()}", "kind": "cpu"}
     if device.type == "cuda":
-        own = torch.cuda.get_device_properties(device)
-        card = {"name": own.name, "kind": "cuda", "compute_capability": (own.major, own.minor)}
-        card["num_sms"] = own.multi_processor_count
-    rates = {
-        field.removeprefix("gpu."): v for field, v in facts.items() if field.startswith("gpu.")
-    }
-    rest = {field: v for field, v in facts.items() if not field.startswith("gpu.")}
-    return Cluster(name=name, gpu=Gpu(**card, **rates), sources={"all": source}, **rest)
+        card = torch.cuda.get_device_properties(device)
+        gpu = {"name": card.name, "kind": "cuda", "compute_capability": (card.major, card.minor)}
+        gpu["num_sms"] = card.multi_processor_count
+    rest = {}
+    for field, value in facts.items():
+        if field.startswith("gpu."):
+            gpu[field.removeprefix("gpu.")] = value
+        else:
+            rest[field] = value
+    return Cluster(name=name, gpu=Gpu(**gpu), sources=sources, **rest)
 
 
 if __name__ == "__main__":

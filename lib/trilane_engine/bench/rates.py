@@ -1,5 +1,6 @@
 """Rates of one device, a GPU or one core, and of an all_reduce among ranks."""
 
+import functools
 import statistics
 import time
 from collections.abc import Callable
@@ -12,59 +13,61 @@ from trilane.costmodel.constants import Constants
 from trilane_engine.world import World
 
 COPY_BYTES = 2**28  # far beyond the caches
+# (rows, inner, columns) of two matmuls as a GPT has them. On a card tokens x hidden size x a quarter
+# of the MLP (tp 4): four sequences of 2048 at hidden size 8192, two at 12288. On a core a small
+# GPT's MLP and a larger one's.
+CARD = ((8192, 8192, 8192), (4096, 12288, 12288))
+CORE = ((1024, 256, 1024), (2048, 1024, 4096))
 
 
 def of_device(device: torch.device) -> dict[str, float]:
     """Fields of Cluster: of a card peaks, of which a plan gets a share, else of one thread; 0 for a
     precision without units, so that no plan may choose it.
     """
-    is_card, types = device.type == "cuda", matmul_types(device)
-    if not is_card:
-        torch.set_num_threads(1)
-    share, copied_share = (Constants.matmul, Constants.memory) if is_card else (1.0, 1.0)
-    found = {
-        f"gpu.{name}_flops_per_s": matmul_flops_per_s(device, types[name]) / share
-        if name in types
-        else 0.0
-        for name in ("fp32", "fp16", "bf16", "fp8")
-    }
+    is_card = device.type == "cuda"
+    share = Constants.matmul if is_card else 1.0
     copied = copy_bytes_per_s(device)
-    found["gpu.memory_bytes_per_s"] = copied / copied_share
-    found["pcie_bytes_per_s"] = host_to_device_bytes_per_s(device) if is_card else copied
-    return {**found, "launch_overhead_s": call_s(device)}
+    rates = {"gpu.memory_bytes_per_s": copied, "pcie_bytes_per_s": copied}
+    if is_card:
+        rates["gpu.memory_bytes_per_s"] = copied / Constants.memory
+        rates["pcie_bytes_per_s"] = host_to_device_bytes_per_s(device)
+    else:
+        torch.set_num_threads(1)
+    types = matmul_types(device)
+    for name in ("fp32", "fp16", "bf16", "fp8"):
+        rates[f"gpu.{name}_flops_per_s"] = 0.0
+        if name in types:
+            rates[f"gpu.{name}_flops_per_s"] = matmul_flops_per_s(device, types[name]) / share
+    return {**rates, "launch_overhead_s": call_s(device)}
 
 
 def matmul_types(device: torch.device) -> dict[str, torch.dtype]:
     """Precision -> the type of a matmul in it, of those that the device has units for."""
-    if device.type != "cuda":
-        return {"fp32": torch.float32}
-    types = {"fp32": torch.float32, "fp16": torch.float16}
-    # is_bf16_supported() is True on a V100 too
-    return types | (
-        {"bf16": torch.bfloat16} if torch.cuda.get_device_capability(device) >= (8, 0) else {}
-    )
+    types = {"fp32": torch.float32}
+    if device.type == "cuda":
+        types["fp16"] = torch.float16
+        # is_bf16_supported() is True on a V100 too
+        if torch.cuda.get_device_capability(device) >= (8, 0):
+            types["bf16"] = torch.bfloat16
+    return types
 
 
 def matmul_flops_per_s(device: torch.device, dtype: torch.dtype) -> float:
-    """FLOPs per second of the faster of two matmuls (rows, inner, columns) as a GPT has them.
-
-    On a card tokens x hidden size x a quarter of the MLP (tp 4): four sequences of 2048 at hidden
-    size 8192, two at
-    12288. On a core a small GPT's MLP and a larger one's.
-    """
-    card, core = ((8192, 8192, 8192), (4096, 12288, 12288)), ((1024, 256, 1024), (2048, 1024, 4096))
-
-    def rate(m: int, k: int, n: int) -> float:
-        a, b = (torch.rand(size, device=device, dtype=dtype) for size in ((m, k), (k, n)))
+    """FLOPs per second of the faster of two matmuls."""
+    best = 0.0
+    for m, k, n in CARD if device.type == "cuda" else CORE:
+        a = torch.rand((m, k), device=device, dtype=dtype)
+        b = torch.rand((k, n), device=device, dtype=dtype)
         out = torch.empty(m, n, device=device, dtype=dtype)
-        return 2 * m * k * n / best_s(lambda: torch.mm(a, b, out=out), device)
-
-    return max(rate(*size) for size in (card if device.type == "cuda" else core))
+        multiply = functools.partial(torch.mm, a, b, out=out)
+        best = max(best, 2 * m * k * n / best_s(multiply, device))
+    return best
 
 
 def copy_bytes_per_s(device: torch.device) -> float:
     """Bytes read and written per second by a copy within the device's memory."""
-    a, b = (torch.ones(COPY_BYTES // 4, device=device) for _ in range(2))
+    a = torch.ones(COPY_BYTES // 4, device=device)
+    b = torch.ones_like(a)
     return 2 * COPY_BYTES / best_s(lambda: b.copy_(a), device)
 
 
@@ -93,7 +96,8 @@ def call_s(device: torch.device, calls: int = 1000) -> float:
 def best_s(work: Callable[[], Any], device: torch.device, budget_s: float = 0.4) -> float:
     """Seconds of the fastest call within the budget: disturbances only make a call slower."""
     once_s(work, device)
-    end, best = time.perf_counter() + budget_s, float("inf")
+    end = time.perf_counter() + budget_s
+    best = float("inf")
     while time.perf_counter() < end:
         best = min(best, once_s(work, device))
     return best
@@ -105,7 +109,8 @@ def once_s(work: Callable[[], Any], device: torch.device) -> float:
         begin = time.perf_counter()
         work()
         return time.perf_counter() - begin
-    first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    first = torch.cuda.Event(enable_timing=True)
+    last = torch.cuda.Event(enable_timing=True)
     first.record()
     work()
     last.record()
@@ -124,58 +129,52 @@ def all_reduce(
     which NCCL uses for small messages.
     """
 
-    # a small GPT's gradient bucket on a CPU, enough to fill NVLink on a GPU
-    size = 2**28 if device.type == "cuda" else 2**22
-
-    def median_s(bytes_: int, calls: int) -> float:
-        tensor = torch.zeros(bytes_ // 4, device=device)
+    def median_s(size: int, calls: int) -> float:
+        tensor = torch.zeros(size // 4, device=device)
         # after as many to warm up: gloo's first calls are slow
-        every = [
-            once_s(lambda: dist.all_reduce(tensor, group=group), device) for _ in range(2 * calls)
-        ]
+        every = []
+        for _ in range(2 * calls):
+            every.append(once_s(lambda: dist.all_reduce(tensor, group=group), device))
         return statistics.median(every[calls:])
 
-    return bus_bytes_per_s(size, n, median_s(size, calls)), median_s(4, 5 * calls)
-
-
-def bus_bytes_per_s(size: int, n: int, seconds: float) -> float:
-    """Bytes that each of `n` ranks sends per second in an all_reduce of `size` bytes that takes
-    `seconds`.
-    """
-    return 2 * (n - 1) / n * size / seconds
+    # a small GPT's gradient bucket on a CPU, enough to fill NVLink on a GPU
+    size = 2**28 if device.type == "cuda" else 2**22
+    return 2 * (n - 1) / n * size / median_s(size, calls), median_s(4, 5 * calls)
 
 
 def of_rank(world: World) -> dict[str, float]:
     """Of this rank's device and of an all_reduce within its node."""
-    device, found = world.device, dict[str, float]()
+    device = world.device
+    rates: dict[str, float] = {}
     if world.size > 1:
-        found["all_reduce within B/s"] = all_reduce(device, None, world.size, 8)[0]
+        rates["all_reduce within B/s"], _ = all_reduce(device, None, world.size, 8)
     if device.type == "cuda":
-        found["PCIe B/s"] = host_to_device_bytes_per_s(device)
+        rates["PCIe B/s"] = host_to_device_bytes_per_s(device)
     else:
         torch.set_num_threads(1)
     kind = list(matmul_types(device).values())[-1]
-    found["matmul FLOP/s"] = matmul_flops_per_s(device, kind)
-    return {**found, "memory B/s": copy_bytes_per_s(device)}
+    rates["matmul FLOP/s"] = matmul_flops_per_s(device, kind)
+    return {**rates, "memory B/s": copy_bytes_per_s(device)}
 
 
 def wrong(world: World) -> list[str]:
     """Which results of this rank are wrong: of a matmul and of an all_reduce whose values are
     known.
     """
-    device, n, found = world.device, 4096 if world.device.type == "cuda" else 256, list[str]()
+    device = world.device
+    n = 4096 if device.type == "cuda" else 256
+    faults = []
     for name, kind in matmul_types(device).items():
         # all partial sums of 4096 products (i % 4) (j % 4) / 1024 in powers of two are exact, in 8
         # bits too
         i = (torch.arange(n, device=device) % 4).to(kind)
         out = torch.mm(i[:, None].repeat(1, 4096), (i / 1024).repeat(4096, 1)).float()
-        if not (
-            (out - 4 * torch.outer(i, i).float()).abs() <= 0.5
-        ).all():  # NaN is not <= 0.5 either
-            found.append(f"a matmul in {name} gives wrong results")
+        difference = (out - 4 * torch.outer(i, i).float()).abs()
+        if not (difference <= 0.5).all():  # NaN is not <= 0.5 either
+            faults.append(f"a matmul in {name} gives wrong results")
     if world.size > 1:
         ranks = torch.full((2**16,), world.rank + 1.0, device=device)
         dist.all_reduce(ranks)
         if not (ranks == world.size * (world.size + 1) / 2).all():
-            found.append("an all_reduce gives wrong sums")
-    return found
+            faults.append("an all_reduce gives wrong sums")
+    return faults

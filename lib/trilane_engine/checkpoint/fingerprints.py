@@ -11,8 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from megatron.core import parallel_state
+from torch import Tensor
 
 from trilane.config.plan import Plan
 from trilane.utils.files import numbered, replace_text
@@ -29,35 +29,44 @@ from trilane_engine.world import World, call_on_first
 
 
 def read_marked(
-    states: States, keep: Callable[[int, str, torch.Tensor], torch.Tensor | None] = lambda *_: None
+    states: States, keep: Callable[[int, str, Tensor], Tensor | None] = lambda *_: None
 ) -> Callable[[], list[Any]]:
     """Read this rank's pieces, collective; the result gives Parts as JSON, and only then marks what
     `keep` copied.
     """
     states.finish_step()
-    found = list[tuple[dict[str, Any], dict[str, Callable[[], Mark]]]]()
+    pieces: list[tuple[dict[str, Any], dict[str, Callable[[], Mark]]]] = []
     for number, (piece, decay) in enumerate(zip(states.pieces, states.decays(), strict=True)):
-        marks, shard = dict[str, Callable[[], Mark]](), states.shard(number)
+        shard = states.shard(number)
+        marks: dict[str, Callable[[], Mark]] = {}
         for kind in (*KINDS, COPY):
             held = states.copy(number) if kind == COPY else states.read(number, kind)
             if held is None:
                 continue
             values = held.detach().reshape(-1)
             kept = keep(number, kind, values)
-            if boxes := boxes_of(piece.box, (0, len(values)) if kind == COPY else shard):
-                marks[kind] = functools.cache(
-                    functools.partial(_marked, values if kept is None else kept, boxes)
-                )
-                if kept is None:
-                    marks[kind]()  # the next step may change the values
-        own = {"decay": decay, "shard": shard if states.divided else None}
-        found.append(({"name": piece.name, "shape": piece.shape, "box": piece.box, **own}, marks))
-    return lambda: [
-        Part(marks={k: m() for k, m in marks.items()}, **own).to_json() for own, marks in found
-    ]
+            boxes = boxes_of(piece.box, (0, len(values)) if kind == COPY else shard)
+            if not boxes:
+                continue
+            source = values if kept is None else kept
+            marks[kind] = functools.cache(functools.partial(_marked, source, boxes))
+            if kept is None:
+                marks[kind]()  # the next step may change the values
+        part = {"name": piece.name, "shape": piece.shape, "box": piece.box, "decay": decay}
+        part["shard"] = shard if states.divided else None
+        pieces.append((part, marks))
+
+    def parts() -> list[Any]:
+        lines = []
+        for part, marks in pieces:
+            marked = {kind: mark_of() for kind, mark_of in marks.items()}
+            lines.append(Part(marks=marked, **part).to_json())
+        return lines
+
+    return parts
 
 
-def _marked(values: torch.Tensor, boxes: Sequence[tuple[Box, int, int]]) -> Mark:
+def _marked(values: Tensor, boxes: Sequence[tuple[Box, int, int]]) -> Mark:
     parts = (mark(values[at : at + n].view([b - a for a, b in box]), box) for box, at, n in boxes)
     return functools.reduce(operator.add, parts)
 
@@ -73,13 +82,13 @@ def lookahead(plan: Plan, loader: SampleLoader, done: int) -> dict[str, Any]:
     if batch is None:
         return {"next_lr": None, "samples": None}
     lr = plan.optimizer.learning_rate(batch.end, plan.samples)
-    read = loader.microbatches(batch) if parallel_state.get_context_parallel_rank() == 0 else []
-    rows = (row for microbatch in read for row in microbatch.tokens.cpu().numpy())
-    digests = (hashlib.blake2b(row.tobytes(), digest_size=8).digest() for row in rows)
-    return {
-        "next_lr": lr,
-        "samples": f"{sum(int.from_bytes(d, 'little') for d in digests) % 2**64:016x}",
-    }
+    total = 0
+    if parallel_state.get_context_parallel_rank() == 0:
+        for microbatch in loader.microbatches(batch):
+            for row in microbatch.tokens.cpu().numpy():
+                digest = hashlib.blake2b(row.tobytes(), digest_size=8).digest()
+                total += int.from_bytes(digest, "little")
+    return {"next_lr": lr, "samples": f"{total % 2**64:016x}"}
 
 
 def layout(plan: Plan) -> list[Any]:

@@ -25,6 +25,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from tokenizers import Tokenizer as Coder
 from tokenizers import decoders, models
+from torch import Tensor
 
 from trilane.config.layer import STANDARD
 from trilane.config.model import ModelShape
@@ -42,9 +43,7 @@ from trilane_engine.model.parameters import whole_sizes
 INDEX = "model.safetensors.index.json"
 
 
-def theirs(
-    family: Family, name: str, tensor: torch.Tensor, shape: ModelShape
-) -> list[torch.Tensor]:
+def theirs(family: Family, name: str, tensor: Tensor, shape: ModelShape) -> list[Tensor]:
     """The tensors of their_names() of the canonical parameter `name`; they share memory where
     nothing moves.
     """
@@ -59,9 +58,7 @@ def theirs(
     return [part.t().contiguous() if is_turned(family, name) else part for part in parts]
 
 
-def ours(
-    family: Family, name: str, tensors: Sequence[torch.Tensor], shape: ModelShape
-) -> torch.Tensor:
+def ours(family: Family, name: str, tensors: Sequence[Tensor], shape: ModelShape) -> Tensor:
     """The inverse of theirs()."""
     parts = [part.t().contiguous() if is_turned(family, name) else part for part in tensors]
     if "linear_qkv." in name and not family.by_group:
@@ -70,11 +67,9 @@ def ours(
         rows = [part.unflatten(0, (shape.kv_heads, -1, shape.head_dim)) for part in separate]
         return torch.cat(rows, 1).flatten(0, 2)
     if "linear_fc1." in name and shape.is_gated:
-        return (
-            torch.stack(parts)
-            if len(parts) == 2
-            else parts[0].view(2, shape.ffn, *parts[0].shape[1:])
-        )
+        if len(parts) == 2:
+            return torch.stack(parts)
+        return parts[0].view(2, shape.ffn, *parts[0].shape[1:])
     return parts[0]
 
 
@@ -83,16 +78,16 @@ def is_turned(family: Family, name: str) -> bool:
     return family.transposed and ".linear_" in name and name.endswith(".weight")
 
 
-def _meta(family: Family, shape: ModelShape) -> dict[str, tuple[str, int, torch.Tensor]]:
+def _meta(family: Family, shape: ModelShape) -> dict[str, tuple[str, int, Tensor]]:
     """Their name of each tensor -> our name, the place among its parts, and the tensor without
     memory.
     """
-    found = {}
+    places = {}
     for name, size in whole_sizes(shape).items():
         parts = theirs(family, name, torch.empty(size, device="meta"), shape)
         for place, (own, part) in enumerate(zip(family.their_names(name), parts, strict=True)):
-            found[own] = (name, place, part)
-    return found
+            places[own] = (name, place, part)
+    return places
 
 
 def export(
@@ -107,7 +102,8 @@ def export(
     was trained and nothing names its own.
     """
     manifest, trained = verified(checkpoint)
-    family, tensors = family_of(trained), manifest["tensors"]
+    family = family_of(trained)
+    tensors = manifest["tensors"]
     rule = f"the checkpoint has {trained.vocab_size} rows"
     require(vocab_size <= trained.vocab_size, "vocab_size", vocab_size, rule)
     shape = dataclasses.replace(trained, vocab_size=vocab_size or trained.vocab_size)
@@ -115,7 +111,8 @@ def export(
     rule = f"the tokenizer has {coder.vocab_size} ids" if coder else ""
     require(not coder or coder.vocab_size <= shape.vocab_size, "vocab_size", shape.vocab_size, rule)
     require(not out.exists(), "out", out, "exists")
-    meta, whole = _meta(family, shape), whole_sizes(shape)
+    meta = _meta(family, shape)
+    whole = whole_sizes(shape)
     split = split_torch_state_dict_into_shards(
         {own: part for own, (_, _, part) in meta.items()},
         max_shard_size=most_bytes,
@@ -123,7 +120,7 @@ def export(
     )
     out.mkdir(parents=True)
     for file, names in split.filename_to_tensors.items():
-        weights: dict[str, list[torch.Tensor]] = {}
+        weights: dict[str, list[Tensor]] = {}
         for name in dict.fromkeys(meta[own][0] for own in names):
             box = tuple((0, n) for n in whole[name])
             tensor = assemble(checkpoint, tensors[name]["slices"], "weight", box)
@@ -134,10 +131,8 @@ def export(
         except SafetensorError as error:
             require(False, "out", out, str(error))
     if split.is_sharded:
-        index = {
-            "metadata": {"total_size": 4 * shape.parameters},
-            "weight_map": split.tensor_to_filename,
-        }
+        facts = {"total_size": 4 * shape.parameters}
+        index = {"metadata": facts, "weight_map": split.tensor_to_filename}
         replace_text(out / INDEX, json.dumps(index))
     config = family.config(shape)
     if coder:
@@ -161,18 +156,15 @@ def verified(checkpoint: Path) -> tuple[dict[str, Any], ModelShape]:
         require(problem is None, "checkpoint", checkpoint, str(problem))
     identity = manifest.get("identity", {})
     layer = identity.get("layer", STANDARD)
-    require(
-        layer == STANDARD,
-        "layer",
-        layer,
-        "transformers has no class for a layer of your own, nor has Megatron-LM",
-    )
+    rule = "transformers has no class for a layer of your own, nor has Megatron-LM"
+    require(layer == STANDARD, "layer", layer, rule)
     trained = from_mapping(ModelShape, identity.get("shape"), "shape")
-    tensors, sizes = manifest.get("tensors", {}), whole_sizes(trained)
-    held = {name: tuple(tensor["shape"]) for name, tensor in tensors.items()}
-    wrong = min((name for name in held | sizes if held.get(name) != sizes.get(name)), default="")
-    has, means = held.get(wrong, "no such tensor"), sizes.get(wrong, "none")
-    require(not wrong, "tensor", wrong, f"{checkpoint.name} has {has}, its model {means}")
+    sizes = whole_sizes(trained)
+    held = {name: tuple(tensor["shape"]) for name, tensor in manifest.get("tensors", {}).items()}
+    for name in sorted(held | sizes):
+        has = held.get(name, "no such tensor")
+        means = sizes.get(name, "none")
+        require(has == means, "tensor", name, f"{checkpoint.name} has {has}, its model {means}")
     return manifest, trained
 
 
@@ -191,21 +183,18 @@ def _save(tokenizer: Tokenizer, folder: Path, seq_length: int) -> None:
 
     coder = tokenizer.coder
     if not coder:  # bytes: each is its own id, the next one ends a document
-        coder = Coder(
-            models.BPE(
-                vocab={f"<0x{byte:02X}>": byte for byte in range(256)},
-                merges=[],
-                byte_fallback=True,
-            )
-        )
+        words = {f"<0x{byte:02X}>": byte for byte in range(256)}
+        coder = Coder(models.BPE(vocab=words, merges=[], byte_fallback=True))
         coder.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
         coder.add_special_tokens([tokenizer.end])
-    settings = {
-        "model_max_length": seq_length,
-        "model_input_names": ["input_ids", "attention_mask"],
-    }
-    ends = dict.fromkeys(("bos_token", "eos_token"), tokenizer.end)
-    PreTrainedTokenizerFast(tokenizer_object=coder, **ends, **settings).save_pretrained(folder)
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=coder,
+        bos_token=tokenizer.end,
+        eos_token=tokenizer.end,
+        model_max_length=seq_length,
+        model_input_names=["input_ids", "attention_mask"],
+    )
+    fast.save_pretrained(folder)
 
 
 def main(argv: list[str]) -> int:
@@ -214,14 +203,12 @@ def main(argv: list[str]) -> int:
     """
     source, out, vocab_size, tokenizer = argv
     try:
-        found = checkpoints.found_in(Path(source))
-        require(bool(found), "checkpoint", source, "holds no complete checkpoint")
-        coder = export(found[-1], Path(out), int(vocab_size), tokenizer)
+        complete = checkpoints.found_in(Path(source))
+        require(bool(complete), "checkpoint", source, "holds no complete checkpoint")
+        coder = export(complete[-1], Path(out), int(vocab_size), tokenizer)
         if not coder:
-            print(
-                "trilane: no tokenizer is written: the training does not name it; give --tokenizer",
-                file=sys.stderr,
-            )
+            why = "the training does not name it; give --tokenizer"
+            print(f"trilane: no tokenizer is written: {why}", file=sys.stderr)
         print(out)
     except ValueError as error:
         print("trilane:", one_line(str(error)), file=sys.stderr)

@@ -10,8 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from trilane.config.plan import Plan
 from trilane.utils.validation import require
 from trilane.workspace import checkpoints
@@ -56,17 +54,10 @@ def find(folder: Path, plan: Plan, world: World) -> Checkpoint | None:
             return Checkpoint(path=path, manifest=manifest)
         faults.append(f"{path.name}: {problem}")
         if world.is_first:
-            print(
-                f"trilane: checkpoint {faults[-1]}; trying the one before",
-                file=sys.stderr,
-                flush=True,
-            )
-    require(
-        not faults,
-        "checkpoints",
-        "; ".join(faults),
-        "none of them can be used, and there is no older one",
-    )
+            line = f"trilane: checkpoint {faults[-1]}; trying the one before"
+            print(line, file=sys.stderr, flush=True)
+    rule = "none of them can be used, and there is no older one"
+    require(not faults, "checkpoints", "; ".join(faults), rule)
     return None
 
 
@@ -74,9 +65,11 @@ def load(checkpoint: Checkpoint, plan: Plan, world: World, engine: Engine) -> No
     """Set the engine to the checkpoint's state: a rank reads weights of its pieces, and the moments
     that it updates.
     """
-    states, manifest = engine.states, checkpoint.manifest
+    states = engine.states
+    manifest = checkpoint.manifest
     for number, piece in enumerate(states.pieces):
-        slices, shard = manifest["tensors"][piece.name]["slices"], states.shard(number)
+        slices = manifest["tensors"][piece.name]["slices"]
+        shard = states.shard(number)
         weight = assemble(checkpoint.path, slices, "weight", piece.box)
         moments = {
             kind: assemble_range(checkpoint.path, slices, kind, piece.box, shard)
@@ -88,11 +81,9 @@ def load(checkpoint: Checkpoint, plan: Plan, world: World, engine: Engine) -> No
         if rng.restore(json.loads((checkpoint.path / f"rank_{world.rank:05d}.json").read_text())):
             return
         if world.is_first:
-            here = "a GPU" if torch.cuda.is_available() else "a CPU"
-            rule = f"its random generators are not those of {here}: dropout draws anew from here"
-            print(
-                f"trilane: checkpoint {checkpoint.path.name}: {rule}", file=sys.stderr, flush=True
-            )
+            rule = "its random generators are of another device: dropout draws anew from here"
+            line = f"trilane: checkpoint {checkpoint.path.name}: {rule}"
+            print(line, file=sys.stderr, flush=True)
     # another layout, or other generators: new seeds, so as not to repeat the draws of the first
     # iterations
     rng.seed_streams(plan.run.seed + checkpoint.iteration)
@@ -102,10 +93,17 @@ def _problem(path: Path, manifest: Mapping[str, Any], world: World) -> str:
     """The first fault among the files, each checked by one rank: that which would have written it,
     else one in turn.
     """
-    files, faults = manifest["files"], []
-    for number, (name, (size, checksum)) in enumerate(files.items()):
-        own = re.fullmatch(r"\w+_(\d{5,})\.\w+", name)
-        checker = int(own[1]) if own and int(own[1]) < world.size else number % world.size
+    faults = []
+    for number, (name, (size, checksum)) in enumerate(manifest["files"].items()):
+        checker = number % world.size
+        writer = re.fullmatch(r"\w+_(\d{5,})\.\w+", name)
+        if writer and int(writer[1]) < world.size:
+            checker = int(writer[1])
         if checker == world.rank:
-            faults.append(checkpoints.fault(path, name, size, checksum))
-    return next((fault for found in gather_values(world, faults) for fault in found if fault), "")
+            fault = checkpoints.fault(path, name, size, checksum)
+            if fault:
+                faults.append(fault)
+    for faults_of_rank in gather_values(world, faults):
+        for fault in faults_of_rank:
+            return fault
+    return ""

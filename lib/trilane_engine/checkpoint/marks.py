@@ -24,18 +24,18 @@ def mark(part: torch.Tensor, box: Box) -> Mark:
     # Values at a time: on a GPU its temporaries are 16 bytes for each, on a CPU they fit in the
     # processor's cache.
     rows = max(1, (1 << 24 if x.is_cuda else 1 << 15) // x.shape[1])
-    found = torch.zeros((), dtype=torch.int64, device=x.device)
+    total_hash = torch.zeros((), dtype=torch.int64, device=x.device)
     floats = torch.zeros(2 + SKETCHES, dtype=torch.float64, device=x.device)
     for at in range(0, len(x), rows):
         block = x[at : at + rows]
-        found += ((block.view(torch.int32) * v).sum(1) * u[at : at + rows]).sum()
+        total_hash += ((block.view(torch.int32) * v).sum(1) * u[at : at + rows]).sum()
         floats[0] += torch.linalg.vector_norm(block, dim=1).double().square().sum()
         floats[1] += block.sum(dtype=torch.float64)
         floats[2:] += ((block @ t) * s[at : at + rows]).sum(0, dtype=torch.float64)
     low, high = torch.stack(torch.aminmax(x)).tolist()
     squares, total, *sketch = floats.tolist()
     return Mark(
-        hash=int(found.item()) % 2**64,
+        hash=int(total_hash.item()) % 2**64,
         squares=squares,
         total=total,
         low=low,

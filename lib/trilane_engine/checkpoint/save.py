@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from megatron.core import parallel_state
+from torch import Tensor
 
 from trilane.config.batch_rampup import Batch
 from trilane.config.plan import Plan
@@ -32,9 +33,8 @@ from trilane_engine.checkpoint.slices import boxes_of, write_slices
 from trilane_engine.model import rng
 from trilane_engine.world import World, call_on_first, error_text, gather_values
 
-Held = dict[
-    tuple[int, str], torch.Tensor
-]  # number of the piece and kind -> its values in host memory
+# number of the piece and kind -> its values in host memory
+Held = dict[tuple[int, str], Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,23 +75,19 @@ class Saver:
     """
 
     def __init__(self, folder: Path, plan: Plan, world: World, engine: Engine) -> None:
-        self._root, self._plan, self._world, self._engine = (
-            folder / checkpoints.FOLDER,
-            plan,
-            world,
-            engine,
-        )
+        self._root = folder / checkpoints.FOLDER
+        self._plan = plan
+        self._world = world
+        self._engine = engine
         self._save: Save | None = None
         self._writer = ThreadPoolExecutor(1, "save")
         states = engine.states
         holders = parallel_state.get_data_parallel_group(with_context_parallel=True)
-        replica, replicas = (0, 1) if states.divided else (holders.rank(), holders.size())
-        mine = (
-            n
-            for n, p in enumerate(states.pieces)
-            if n % replicas == replica and not p.written_elsewhere
-        )
-        self._mine = [n for n in mine if states.shard(n) != (0, 0)]
+        self._mine: list[int] = []
+        for number, piece in enumerate(states.pieces):
+            takes_turn = states.divided or number % holders.size() == holders.rank()
+            if takes_turn and not piece.written_elsewhere and states.shard(number) != (0, 0):
+                self._mine.append(number)
         # Of the first save, where the plan asks for none; else taken at the start, so that its
         # memory is known then.
         self._copy = HostCopy(states, self._mine, world.device) if plan.run.saves_at_end else None
@@ -111,57 +107,58 @@ class Saver:
         where it failed.
         """
         assert not self.begun
-        begin, name, states = (
-            time.perf_counter(),
-            checkpoints.name_of(batch.number),
-            self._engine.states,
-        )
+        begin = time.perf_counter()
+        name = checkpoints.name_of(batch.number)
+        states = self._engine.states
         try:
             temporary = call_on_first(self._world, lambda: _temporary_folder(self._root, name))
         except OSError as error:
             seconds = time.perf_counter() - begin
             return Saved(name=name, seconds=seconds, stall_s=seconds, problem=error_text(error))
+        folder = Path(temporary)
         self._copy = self._copy or HostCopy(states, self._mine, self._world.device)
         parts = read_marked(states, self._copy.take)
         prints = fingerprint(self._plan, self._world, self._engine, batch.number, upcoming)
         report = self._writer.submit(
-            self._write, Path(temporary), begin, self._copy.held, rng.states(), prints, parts
+            self._write, folder, begin, self._copy.held, rng.states(), prints, parts
         )
         stall_s = time.perf_counter() - begin
-        self._save = Save(batch=batch, folder=Path(temporary), stall_s=stall_s, report=report)
+        self._save = Save(batch=batch, folder=folder, stall_s=stall_s, report=report)
         return None
 
     def finish(self) -> Saved:
         """Wait for the threads of all ranks, and publish. A failure leaves every earlier checkpoint
         as it is.
         """
-        begin, save = time.perf_counter(), self._save
+        begin = time.perf_counter()
+        save = self._save
         assert save
         reports = gather_values(self._world, save.report.result())
+        scalars = [report["scalars"] for report in reports]
         manifest = {
             "identity": identity(self._plan),
             "layout": layout(self._plan),
             "iteration": save.batch.number,
             "consumed_samples": save.batch.end,
             # With many replicas a rank may update nothing; it has taken no steps.
-            "scalars": max(
-                (report["scalars"] for report in reports), key=lambda scalars: scalars["step"]
-            ),
+            "scalars": max(scalars, key=lambda values: values["step"]),
         }
         target = self._root / checkpoints.name_of(save.batch.number)
-        self._save, size, problem = None, 0, ""
+        self._save = None
+        size = 0
+        problem = ""
         try:
             size = call_on_first(
                 self._world, lambda: _publish(save.folder, target, manifest, reports)
             )
         except OSError as error:
             problem = error_text(error)
-        seconds, stall_s = (
-            max(report["seconds"] for report in reports),
-            save.stall_s + time.perf_counter() - begin,
-        )
         return Saved(
-            name=target.name, bytes=size, seconds=seconds, stall_s=stall_s, problem=problem
+            name=target.name,
+            bytes=size,
+            seconds=max(report["seconds"] for report in reports),
+            stall_s=save.stall_s + time.perf_counter() - begin,
+            problem=problem,
         )
 
     def keep_last(self) -> None:
@@ -184,52 +181,39 @@ class Saver:
         """
         self.keep_last()
         prints["parts"] = parts()
-        states, rank, files, slices, error = (
-            self._engine.states,
-            self._world.rank,
-            dict[str, Any](),
-            [],
-            "",
-        )
+        states = self._engine.states
+        rank = self._world.rank
+        files: dict[str, Any] = {}
+        slices: list[Any] = []
+        error = ""
         name = f"rank_{rank:05d}.safetensors"
-        # The shape in the file is the piece's, or flat where it is a part.
-        sizes = {
-            n: (len(held[n, KINDS[0]]),) if states.divided else states.pieces[n].size
-            for n in self._mine
-        }
-        keys = [(number, kind) for number in self._mine for kind in KINDS]
-        entries = [(f"{states.pieces[number].name}/{kind}", sizes[number]) for number, kind in keys]
+        entries = []
+        for number in self._mine:
+            piece = states.pieces[number]
+            # The shape in the file is the piece's, or flat where it is a part.
+            size = (len(held[number, KINDS[0]]),) if states.divided else piece.size
+            entries += [(f"{piece.name}/{kind}", size) for kind in KINDS]
+        values = (held[number, kind] for number in self._mine for kind in KINDS)
         try:
-            begins, files[name] = write_slices(folder / name, entries, (held[key] for key in keys))
-            for piece, shard in (
-                (states.pieces[number], states.shard(number)) for number in self._mine
-            ):
-                for box, first, _ in boxes_of(piece.box, shard):
+            begins, files[name] = write_slices(folder / name, entries, values)
+            for number in self._mine:
+                piece = states.pieces[number]
+                for box, first, _ in boxes_of(piece.box, states.shard(number)):
                     at = {kind: begins[f"{piece.name}/{kind}"] + 4 * first for kind in KINDS}
-                    slices.append(
-                        {
-                            "name": piece.name,
-                            "shape": piece.shape,
-                            "box": box,
-                            "file": name,
-                            "at": at,
-                        }
-                    )
-            for path, content in (
-                (folder / f"rank_{rank:05d}.json", generators),
-                (folder / file_of(rank), prints),
-            ):
-                replace_text(path, json.dumps(content))
-                files[path.name] = [path.stat().st_size, checkpoints.digest(path)]
+                    place = {"box": box, "file": name, "at": at}
+                    slices.append({"name": piece.name, "shape": piece.shape, **place})
+            texts = {f"rank_{rank:05d}.json": generators, file_of(rank): prints}
+            for text_name, content in texts.items():
+                path = replace_text(folder / text_name, json.dumps(content))
+                files[text_name] = [path.stat().st_size, checkpoints.digest(path)]
         except OSError as problem:
             error = error_text(problem)
-        seconds = time.perf_counter() - begin
         return {
             "files": files,
             "slices": slices,
             "scalars": prints["scalars"],
             "error": error,
-            "seconds": seconds,
+            "seconds": time.perf_counter() - begin,
         }
 
 
@@ -239,17 +223,20 @@ class HostCopy:
     """
 
     def __init__(self, states: States, written: Sequence[int], device: torch.device) -> None:
-        sizes = [end - first for first, end in map(states.shard, written) for _ in KINDS]
-        buffer = torch.empty(sum(sizes), dtype=torch.float32).zero_()  # real pages
-        keys = ((number, kind) for number in written for kind in KINDS)
-        self.held: Held = dict(zip(keys, buffer.split(sizes) if sizes else (), strict=True))
+        sizes: dict[tuple[int, str], int] = {}
+        for number in written:
+            first, end = states.shard(number)
+            sizes |= dict.fromkeys([(number, kind) for kind in KINDS], end - first)
+        buffer = torch.empty(sum(sizes.values()), dtype=torch.float32).zero_()  # real pages
+        parts = buffer.split([*sizes.values()]) if sizes else ()
+        self.held: Held = dict(zip(sizes, parts, strict=True))
         # page-locked, a card copies at the full rate of its bus; torch's own such tensors take the
         # next power of two
         if sizes and device.type == "cuda":
             problem = int(torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), buffer.nbytes, 0))
             assert not problem, f"cudaHostRegister: error {problem} for {buffer.nbytes} bytes"
 
-    def take(self, number: int, kind: str, values: torch.Tensor) -> torch.Tensor | None:
+    def take(self, number: int, kind: str, values: Tensor) -> Tensor | None:
         """Copy the values of a piece as they are now, where this rank writes them; the copy of
         those of a CPU.
         """
@@ -278,11 +265,13 @@ def _publish(
     """Write the manifest and rename; the checkpoint's bytes. OSError, with nothing left of it,
     where that fails.
     """
-    files = {name: facts for report in reports for name, facts in report["files"].items()}
+    files: dict[str, Any] = {}
     tensors: dict[str, Any] = {}
-    for piece in (piece for report in reports for piece in report["slices"]):
-        tensor = tensors.setdefault(piece["name"], {"shape": piece["shape"], "slices": []})
-        tensor["slices"].append({name: piece[name] for name in ("box", "file", "at")})
+    for report in reports:
+        files |= report["files"]
+        for piece in report["slices"]:
+            tensor = tensors.setdefault(piece["name"], {"shape": piece["shape"], "slices": []})
+            tensor["slices"].append({name: piece[name] for name in ("box", "file", "at")})
     try:
         for rank, report in enumerate(reports):
             if report["error"]:

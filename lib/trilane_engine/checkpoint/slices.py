@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from trilane.utils.validation import require
 from trilane.workspace.checkpoints import checksum
@@ -24,7 +25,7 @@ from trilane_engine.model.parameters import Box
 
 
 def write_slices(
-    path: Path, entries: Sequence[tuple[str, tuple[int, ...]]], tensors: Iterable[torch.Tensor]
+    path: Path, entries: Sequence[tuple[str, tuple[int, ...]]], tensors: Iterable[Tensor]
 ) -> tuple[dict[str, int], list[Any]]:
     """Write tensors of these names and shapes, fp32, one by one: the first byte of each, and [size,
     checksum].
@@ -32,36 +33,37 @@ def write_slices(
     OSError (a full disk) where all of it is not on the disk.
     """
     header, at = _header(entries)
-    size, crc = 0, 0
+    size = 0
+    crc = 0
     with path.open("xb", buffering=0) as file:
         for data in itertools.chain([memoryview(header)], map(_bytes, tensors)):
             while len(data):
-                done = file.write(
-                    data[: 1 << 22]
-                )  # what is summed up next is still in the processor's cache
+                # what is summed up next is still in the processor's cache
+                done = file.write(data[: 1 << 22])
                 crc = zlib.crc32(data[:done], crc)
-                data, size = data[done:], size + done
+                data = data[done:]
+                size += done
         os.fsync(file.fileno())
     return at, [size, checksum(crc)]
 
 
-def _bytes(tensor: torch.Tensor) -> memoryview:
+def _bytes(tensor: Tensor) -> memoryview:
     return tensor.detach().to("cpu", torch.float32).contiguous().numpy().data.cast("B")
 
 
 def _header(entries: Sequence[tuple[str, tuple[int, ...]]]) -> tuple[bytes, dict[str, int]]:
     """The header, padded to 8 bytes, and the first byte of each tensor in the file."""
     table: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # required by transformers
+    starts: dict[str, int] = {}
     end = 0
     for name, shape in entries:
-        first, end = end, end + 4 * math.prod(shape)
-        table[name] = {"dtype": "F32", "shape": list(shape), "data_offsets": [first, end]}
+        starts[name] = end
+        end += 4 * math.prod(shape)
+        table[name] = {"dtype": "F32", "shape": list(shape), "data_offsets": [starts[name], end]}
     text = json.dumps(table, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    start = 8 + len(text)
-    return len(text).to_bytes(8, "little") + text, {
-        n: start + table[n]["data_offsets"][0] for n, _ in entries
-    }
+    header = len(text).to_bytes(8, "little") + text
+    return header, {name: len(header) + start for name, start in starts.items()}
 
 
 def boxes_of(box: Box, values: tuple[int, int]) -> list[tuple[Box, int, int]]:
@@ -74,24 +76,21 @@ def boxes_of(box: Box, values: tuple[int, int]) -> list[tuple[Box, int, int]]:
     if first == end:
         return []
     inner = math.prod(b - a for a, b in box[1:])
-    top, offset = box[0][0], first
-    found: list[tuple[Box, int, int]] = []
-    while first < end:
-        row, at = divmod(first, inner)
-        if at or end - first < inner:  # a part of one row
+    top = box[0][0]
+    boxes: list[tuple[Box, int, int]] = []
+    at = first
+    while at < end:
+        row, column = divmod(at, inner)
+        place = at - first
+        if column or end - at < inner:  # a part of one row
             last = min(end, (row + 1) * inner)
-            parts = boxes_of(box[1:], (at, at + last - first))
-            found += [
-                (((top + row, top + row + 1), *b), first - offset + start, n)
-                for b, start, n in parts
-            ]
+            for inside, start, size in boxes_of(box[1:], (column, column + last - at)):
+                boxes.append((((top + row, top + row + 1), *inside), place + start, size))
         else:
             last = end - end % inner
-            found.append(
-                (((top + row, top + last // inner), *box[1:]), first - offset, last - first)
-            )
-        first = last
-    return found
+            boxes.append((((top + row, top + last // inner), *box[1:]), place, last - at))
+        at = last
+    return boxes
 
 
 def assemble(
@@ -100,7 +99,7 @@ def assemble(
     kind: str,
     box: Box,
     read: Callable[..., None] | None = None,
-) -> torch.Tensor:
+) -> Tensor:
     """The part `box` of a tensor, fp32, assembled from those of its slices (as in the manifest)
     that overlap it.
 
@@ -108,38 +107,38 @@ def assemble(
     """
     size = [end - first for first, end in box]
     try:
-        result, filled = np.empty(size, np.float32), 0
+        result = np.empty(size, np.float32)
     except MemoryError:
-        raise ValueError(
-            f"checkpoint={folder}: a tensor of {size} does not fit in memory"
-        ) from None
+        rule = f"a tensor of {size} does not fit in memory"
+        raise ValueError(f"checkpoint={folder}: {rule}") from None
+    filled = 0
     for piece in slices:
         common = [(max(a, c), min(b, d)) for (a, b), (c, d) in zip(box, piece["box"], strict=True)]
         if all(first < end for first, end in common):
-            here = tuple(
-                slice(first - a, end - a) for (first, end), (a, _) in zip(common, box, strict=True)
-            )
-            (read or _read)(
-                folder / piece["file"], piece["at"][kind], piece["box"], common, result[here]
-            )
-            filled += math.prod(end - first for first, end in common)
-    require(
-        filled == result.size,
-        "checkpoint",
-        folder,
-        f"{filled} of {result.size} numbers are in its slices",
-    )
+            target = result[within(common, box)]
+            file = folder / piece["file"]
+            (read or _read)(file, piece["at"][kind], piece["box"], common, target)
+            filled += target.size
+    rule = f"{filled} of {result.size} numbers are in its slices"
+    require(filled == result.size, "checkpoint", folder, rule)
     return torch.from_numpy(result)
+
+
+def within(wanted: Sequence[tuple[int, int]], held: Sequence[Sequence[int]]) -> tuple[slice, ...]:
+    """The index of the part `wanted` in an array that has the part `held`."""
+    sides = zip(wanted, held, strict=True)
+    return tuple(slice(first - start, end - start) for (first, end), (start, _) in sides)
 
 
 def assemble_range(
     folder: Path, slices: Sequence[Mapping[str, Any]], kind: str, box: Box, values: tuple[int, int]
-) -> torch.Tensor:
+) -> Tensor:
     """The range `values` of the part `box` of a tensor, flat, assembled like the whole part."""
-    parts = [
-        assemble(folder, slices, kind, part).reshape(-1) for part, _, _ in boxes_of(box, values)
-    ]
-    return parts[0] if len(parts) == 1 else torch.cat(parts) if parts else torch.empty(0)
+    parts = [torch.empty(0)]
+    for part, _, _ in boxes_of(box, values):
+        parts.append(assemble(folder, slices, kind, part).reshape(-1))
+    # a large tensor is not copied
+    return parts[1] if len(parts) == 2 else torch.cat(parts)
 
 
 def _read(
@@ -158,6 +157,4 @@ def _read(
         target[...] = values.reshape(target.shape)
         return
     mapped = np.memmap(path, np.float32, "r", at, shape)
-    target[...] = mapped[
-        tuple(slice(first - c, end - c) for (first, end), (c, _) in zip(wanted, held, strict=True))
-    ]
+    target[...] = mapped[within(wanted, held)]

@@ -12,7 +12,7 @@ import json
 import pickle
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,7 @@ from trilane.workspace.checkpoints import KINDS
 from trilane.workspace.continuation import identity
 from trilane_engine import patches
 from trilane_engine.checkpoint.huggingface import verified
-from trilane_engine.checkpoint.slices import assemble, write_slices
+from trilane_engine.checkpoint.slices import assemble, within, write_slices
 from trilane_engine.model.parameters import Box, whole_sizes
 
 
@@ -41,12 +41,8 @@ def export(checkpoint: Path, out: Path) -> None:
     """
     manifest, shape = verified(checkpoint)
     require(shape.positions != "alibi", "positions", "alibi", "megatron-core has none")
-    require(
-        not shape.embedding_layernorm,
-        "embedding_layernorm",
-        True,
-        "megatron-core has no norm of the embedding",
-    )
+    rule = "megatron-core has no norm of the embedding"
+    require(not shape.embedding_layernorm, "embedding_layernorm", True, rule)
     with new_folder(out) as aside:
         folder = aside / f"iter_{manifest['iteration']:07d}"
         folder.mkdir()
@@ -60,8 +56,9 @@ def _write_tensors(
     checkpoint: Path, manifest: Mapping[str, Any], shape: ModelShape, folder: Path
 ) -> None:
     """Write one file with a chunk of each layer, and `.metadata`."""
-    name_of_file, tensors = "__0_0.distcp", dict[str, Any]()
-    storage = dict[dcp.MetadataIndex, Any]()
+    name_of_file = "__0_0.distcp"
+    tensors: dict[str, Any] = {}
+    storage: dict[dcp.MetadataIndex, Any] = {}
     with (folder / name_of_file).open("wb") as file:
 
         def save(value: object) -> Any:
@@ -69,28 +66,31 @@ def _write_tensors(
             torch.save(value, file)
             return patches.stored_at(name_of_file, first, file.tell() - first)
 
-        for name, size in whole_sizes(shape).items():
-            (key, layer), box = megatron.place_of(name), tuple((0, n) for n in size)
-            at, whole = ([], []) if layer is None else ([layer], [shape.num_layers])
-            value = assemble(checkpoint, manifest["tensors"][name]["slices"], "weight", box)
-            value = value.view(*[1 for _ in at], *megatron.flat(size))
-            kind, sizes = (
-                dcp.TensorProperties.create_from_tensor(value),
-                torch.Size([*whole, *megatron.flat(size)]),
-            )
-            held = tensors.setdefault(
-                key, dcp.TensorStorageMetadata(properties=kind, size=sizes, chunks=[])
-            )
-            offsets = torch.Size([*at, *[0 for _ in megatron.flat(size)]])
-            held.chunks.append(dcp.ChunkStorageMetadata(offsets=offsets, sizes=value.size()))
-            storage[dcp.MetadataIndex(key, offsets, len(held.chunks) - 1)] = save(value)
+        for name, canonical in whole_sizes(shape).items():
+            key, layer = megatron.place_of(name)
+            slices = manifest["tensors"][name]["slices"]
+            value = assemble(checkpoint, slices, "weight", tuple((0, n) for n in canonical))
+            size = megatron.flat(canonical)
+            offsets = [0 for _ in size]
+            whole = [*size]
+            value = value.view(*size)
+            if layer is not None:
+                offsets.insert(0, layer)
+                whole.insert(0, shape.num_layers)
+                value = value[None]
+            kind = dcp.TensorProperties.create_from_tensor(value)
+            held = dcp.TensorStorageMetadata(properties=kind, size=torch.Size(whole), chunks=[])
+            held = tensors.setdefault(key, held)
+            at = torch.Size(offsets)
+            held.chunks.append(dcp.ChunkStorageMetadata(offsets=at, sizes=value.size()))
+            storage[dcp.MetadataIndex(key, at, len(held.chunks) - 1)] = save(value)
         nothing = save([None])
     for module, layer in itertools.product(megatron.MODULES, range(shape.num_layers)):
         key = f"decoder.layers.{module}._extra_state/shard_{layer}_{shape.num_layers}"
-        tensors[key], storage[dcp.MetadataIndex(key)] = dcp.BytesStorageMetadata(), nothing
-    (folder / ".metadata").write_bytes(
-        pickle.dumps(dcp.Metadata(tensors, planner_data={}, storage_data=storage))
-    )
+        tensors[key] = dcp.BytesStorageMetadata()
+        storage[dcp.MetadataIndex(key)] = nothing
+    index = dcp.Metadata(tensors, planner_data={}, storage_data=storage)
+    (folder / ".metadata").write_bytes(pickle.dumps(index))
 
 
 def read_in(source: Path, out: Path, plan: Plan, iteration: int) -> str:
@@ -100,41 +100,41 @@ def read_in(source: Path, out: Path, plan: Plan, iteration: int) -> str:
     ValueError where it has another model than the plan, or is damaged.
     """
     require(not plan.layer, "layer", plan.layer, "a layer of your own is not read")
-    index, sizes = megatron.read_index(source), whole_sizes(plan.shape)
+    index = megatron.read_index(source)
+    sizes = whole_sizes(plan.shape)
     places = megatron.places(index, sizes, plan.shape.num_layers)
     keys = {name: megatron.by_kind(index, key) for name, (key, _) in places.items()}
-    complete = all(len(of) == len(KINDS) for of in keys.values())
+    complete = all(len(kinds) == len(KINDS) for kinds in keys.values())
+
+    def values() -> Iterator[torch.Tensor]:
+        for name in sizes:
+            for kind in KINDS:
+                if kind == "weight" or complete:
+                    yield _tensor(index, keys[name][kind], places[name][1])
+                else:
+                    yield torch.zeros(sizes[name])
+
     with new_folder(out) as aside:
-        (folder := aside / checkpoints.FOLDER / ".aside").mkdir(parents=True)
-        file_name, tensors = "rank_00000.safetensors", {}
-        entries = [(name, kind) for name in sizes for kind in KINDS]
-        held = (
-            _tensor(index, keys[n][k], places[n][1])
-            if k == "weight" or complete
-            else torch.zeros(sizes[n])
-            for n, k in entries
-        )
-        begins, file = write_slices(
-            folder / file_name, [(f"{n}/{k}", sizes[n]) for n, k in entries], held
-        )
+        folder = aside / checkpoints.FOLDER / ".aside"
+        folder.mkdir(parents=True)
+        file_name = "rank_00000.safetensors"
+        entries = [(f"{name}/{kind}", sizes[name]) for name in sizes for kind in KINDS]
+        begins, file = write_slices(folder / file_name, entries, values())
+        tensors = {}
         for name, size in sizes.items():
             at = {kind: begins[f"{name}/{kind}"] for kind in KINDS}
-            tensors[name] = {
-                "shape": size,
-                "slices": [{"box": [(0, n) for n in size], "file": file_name, "at": at}],
-            }
-        files = {file_name: file}
-        progress = {
+            whole = {"box": [(0, n) for n in size], "file": file_name, "at": at}
+            tensors[name] = {"shape": size, "slices": [whole]}
+        manifest = {
             "iteration": iteration,
             "consumed_samples": plan.run.ramp.consumed(iteration, plan.topology.gbs),
-        }
-        # `layout` None: no plan's generators are in it
-        rest = {
             "identity": identity(plan),
-            "layout": None,
-            "scalars": {"step": float(iteration * complete)},
+            "layout": None,  # no plan's generators are in it
+            "scalars": {"step": float(iteration if complete else 0)},
+            "files": {file_name: file},
+            "tensors": tensors,
         }
-        checkpoints.write_manifest(folder, {**progress, **rest, "files": files, "tensors": tensors})
+        checkpoints.write_manifest(folder, manifest)
         checkpoints.publish(folder, folder.with_name(checkpoints.name_of(iteration)))
     return "weights and Adam's moments" if complete else "weights only: Adam starts anew"
 
@@ -144,12 +144,9 @@ def _tensor(index: megatron.Index, key: str, box: Box) -> torch.Tensor:
     try:
         return assemble(index.folder, index.chunks[key], "weight", box, _read_saved)
     except Exception as error:  # whatever a damaged archive makes of torch.load
-        # torch's own words would advise to run the pickle
-        why = (
-            "holds more than a tensor"
-            if isinstance(error, pickle.UnpicklingError)
-            else one_line(str(error))
-        )
+        why = one_line(str(error))
+        if isinstance(error, pickle.UnpicklingError):  # torch would advise to run the pickle
+            why = "holds more than a tensor"
         raise ValueError(f"tensor={key}: a chunk cannot be read ({why})") from None
 
 
@@ -161,17 +158,10 @@ def _read_saved(
     """
     with path.open("rb") as file:
         file.seek(at[0])
-        found = torch.load(io.BytesIO(file.read(at[1])), map_location="cpu", weights_only=True)
-    require(
-        list(found.shape) == [b - a for a, b in held],
-        "size",
-        list(found.shape),
-        "is another in .metadata",
-    )
-    here = tuple(
-        slice(first - c, end - c) for (first, end), (c, _) in zip(wanted, held, strict=True)
-    )
-    target[...] = found[here].float().numpy()
+        value = torch.load(io.BytesIO(file.read(at[1])), map_location="cpu", weights_only=True)
+    size = list(value.shape)
+    require(size == [b - a for a, b in held], "size", size, "is another in .metadata")
+    target[...] = value[within(wanted, held)].float().numpy()
 
 
 def main(argv: list[str]) -> int:
@@ -181,23 +171,17 @@ def main(argv: list[str]) -> int:
     source, out, plan, iteration = argv
     try:
         if folder := megatron.checkpoint_folder(Path(source)):
-            require(
-                bool(plan),
-                "plan",
-                "missing",
-                "a checkpoint of Megatron needs --plan, which has its model",
-            )
-            number = re.fullmatch(r"iter_(\d{7,12})", folder.name)
-            at = int(iteration) if int(iteration) >= 0 else int(number[1]) if number else 0
+            rule = "a checkpoint of Megatron needs --plan, which has its model"
+            require(bool(plan), "plan", "missing", rule)
+            at = int(iteration)
+            if at < 0:
+                number = re.fullmatch(r"iter_(\d{7,12})", folder.name)
+                at = int(number[1]) if number else 0
             print(f"trilane: {read_in(folder, Path(out), read_plan(plan), at)}", file=sys.stderr)
         else:
             ours = checkpoints.found_in(Path(source))
-            require(
-                bool(ours),
-                "checkpoint",
-                source,
-                "holds no complete checkpoint of trilane, none of torch_dist",
-            )
+            rule = "holds no complete checkpoint of trilane, none of torch_dist"
+            require(bool(ours), "checkpoint", source, rule)
             export(ours[-1], Path(out))
         print(out)
     except ValueError as error:

@@ -36,13 +36,13 @@ class SampleLoader:
     """
 
     def __init__(self, plan: Plan, world: World, replica: tuple[int, int]) -> None:
-        self._plan, self._device = plan, world.device
+        self._plan = plan
+        self._device = world.device
         self._replica, self._replicas = replica
         prefixes = call_on_first(world, lambda: prepare_all(plan.data, plan.shape))
         self._samples = samples_of(plan, world, prefixes)
-        self._held_out = (
-            samples_of(plan, world, prefixes, Split.valid) if plan.run.eval_iters else None
-        )
+        if plan.run.eval_iters:
+            self._held_out = samples_of(plan, world, prefixes, Split.valid)
         self._reader = ThreadPoolExecutor(1, "samples")
         self._ahead: tuple[Batch, Future[list[Microbatch]]] | None = None
 
@@ -55,10 +55,8 @@ class SampleLoader:
     def read_ahead(self, batch: Batch | None) -> None:
         """Let the thread read the batch for which microbatches() will be called next."""
         if batch is not None and (self._ahead is None or self._ahead[0] != batch):
-            self._ahead = (
-                batch,
-                self._reader.submit(self._share, self._samples, batch.first, batch.end),
-            )
+            read = self._reader.submit(self._share, self._samples, batch.first, batch.end)
+            self._ahead = (batch, read)
 
     def validation(self) -> Iterator[list[Microbatch]]:
         """This replica's share of each batch of an evaluation; the batches have topology.gbs
@@ -66,14 +64,14 @@ class SampleLoader:
         """
         gbs = self._plan.topology.gbs
         for first in range(0, self._plan.run.eval_iters * gbs, gbs):
-            assert self._held_out is not None
-            yield self._on_device(
-                self._reader.submit(self._share, self._held_out, first, first + gbs)
-            )
+            read = self._reader.submit(self._share, self._held_out, first, first + gbs)
+            yield self._on_device(read)
 
     def _on_device(self, read: Future[list[Microbatch]]) -> list[Microbatch]:
-        pairs = ((m.tokens.to(self._device), m.labels.to(self._device)) for m in read.result())
-        return [Microbatch(tokens=tokens, labels=labels) for tokens, labels in pairs]
+        return [
+            Microbatch(tokens=m.tokens.to(self._device), labels=m.labels.to(self._device))
+            for m in read.result()
+        ]
 
     def _share(self, samples: Samples, first: int, end: int) -> list[Microbatch]:
         mbs = self._plan.topology.mbs
@@ -82,7 +80,8 @@ class SampleLoader:
 
     def _microbatch(self, samples: Samples, numbers: range) -> Microbatch:
         rows = [samples[k] for k in numbers]
-        tokens, labels = (torch.stack([row[key] for row in rows]) for key in ("tokens", "labels"))
+        tokens = torch.stack([row["tokens"] for row in rows])
+        labels = torch.stack([row["labels"] for row in rows])
         # megatron-core's vocabulary-parallel embedding silently maps an id beyond the vocabulary to
         # zeros.
         largest = int(torch.maximum(tokens.max(), labels.max()))
@@ -100,27 +99,23 @@ def samples_of(
     For validation those of one evaluation; in a small share some occur twice.
     """
     needed = plan.samples if part is Split.train else plan.validation_samples
-    weights = normalize([source.weight for source in plan.data.blend]) if plan.data.blend else [1.0]
     cache = index_folder(plan, prefixes, part, needed)
-    # A source of a blend is never more than one sample ahead of its share for each of the others.
-    ahead = len(weights) if plan.data.blend else 0
     with _complete(cache, world):
+        configs = [dataset_config(plan, prefix, cache, part) for prefix in prefixes]
         try:
-            configs = [dataset_config(plan, prefix, cache, part) for prefix in prefixes]
-            shares = zip(configs, weights, strict=True)
-            sources = [
-                Epochs(config, part, math.ceil(weight * needed) + ahead)
-                for config, weight in shares
-            ]
-            return (
-                _dataset(BlendedDataset, sources, weights, needed, configs[0])
-                if plan.data.blend
-                else sources[0]
-            )
+            if not plan.data.blend:
+                return Epochs(configs[0], part, needed)
+            weights = normalize([source.weight for source in plan.data.blend])
+            sources = []
+            for config, weight in zip(configs, weights, strict=True):
+                # A source of a blend is never more than one sample ahead of its share for each of
+                # the others.
+                count = math.ceil(weight * needed) + len(weights)
+                sources.append(Epochs(config, part, count))
+            return _dataset(BlendedDataset, sources, weights, needed, configs[0])
         except MemoryError as error:
-            raise ValueError(
-                f"samples={needed}: their order does not fit in memory ({error})"
-            ) from None
+            rule = f"their order does not fit in memory ({error})"
+            raise ValueError(f"samples={needed}: {rule}") from None
 
 
 @contextlib.contextmanager
@@ -150,16 +145,15 @@ class Epochs(ConcatDataset[Any]):
 
     def __init__(self, config: GPTDatasetConfig, part: Split, needed: int) -> None:
         none = [None] * len(Split)
-        first = BlendedMegatronDatasetBuilder(GPTDataset, none, lambda: True, config).build()[
-            part.value
-        ]
-        parts, source = [first], (first.dataset, first.dataset_path, first.indices)
+        builder = BlendedMegatronDatasetBuilder(GPTDataset, none, lambda: True, config)
+        first = builder.build()[part.value]
+        source = (first.dataset, first.dataset_path, first.indices)
+        parts = [first]
         while sum(map(len, parts)) < needed:
             seeded = copy.copy(config)  # `replace` would make the parts of the split anew
             seeded.random_seed = config.random_seed + len(parts)
-            parts.append(
-                _dataset(GPTDataset, *source, len(first) << len(parts), first.index_split, seeded)
-            )
+            count = len(first) << len(parts)
+            parts.append(_dataset(GPTDataset, *source, count, first.index_split, seeded))
         super().__init__(parts)
         self.index_split = first.index_split
         self.unique_identifiers = {"parts": [part.unique_identifiers for part in parts]}
@@ -180,9 +174,8 @@ def dataset_config(plan: Plan, prefix: str, cache: Path, part: Split) -> GPTData
         blend=([prefix], None),
         split=plan.data.split or "1",
         path_to_cache=str(cache),
-        tokenizer=tokenizer(
-            "bytes"
-        ),  # asked for, and unused without what follows; a given pair may have no other
+        # asked for, and unused without what follows; a given pair may have no other
+        tokenizer=tokenizer("bytes"),
         reset_position_ids=False,
         reset_attention_mask=False,
         eod_mask_loss=False,
@@ -197,15 +190,8 @@ def index_folder(plan: Plan, prefixes: Sequence[str], part: Split, needed: int) 
     """The folder of one part's sample index, named by a hash of everything that determines it."""
     pairs = [str(Path(prefix).resolve()) for prefix in prefixes]
     weights = [source.weight for source in plan.data.blend]
-    facts = [
-        pairs,
-        weights,
-        plan.run.seed,
-        plan.shape.seq_length,
-        needed,
-        plan.data.split,
-        part.name,
-    ]
+    facts = [pairs, weights, plan.run.seed, plan.shape.seq_length, needed]
+    facts += [plan.data.split, part.name]
     folder = Path(plan.data.folder)
     folder.mkdir(parents=True, exist_ok=True)
     return folder / f"samples-{hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]}"

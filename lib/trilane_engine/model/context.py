@@ -11,6 +11,7 @@ rank. S sequence, s = S / n of it, B microbatch, G heads, D channels.
 import torch
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
 
 
@@ -25,7 +26,7 @@ def own_chunks() -> tuple[int, int]:
     return rank, 2 * ranks() - 1 - rank
 
 
-def own_part(whole: torch.Tensor, dim: int = 0) -> torch.Tensor:
+def own_part(whole: Tensor, dim: int = 0) -> Tensor:
     """This rank's chunks, S -> s in dimension `dim`."""
     if ranks() == 1:
         return whole
@@ -33,7 +34,7 @@ def own_part(whole: torch.Tensor, dim: int = 0) -> torch.Tensor:
     return torch.cat([chunks[number] for number in own_chunks()], dim)
 
 
-def gathered(part: torch.Tensor) -> torch.Tensor:
+def gathered(part: Tensor) -> Tensor:
     """(s, B, G, D) of each rank -> (S, B, G, D) in the order of the text; gradients of all ranks
     are added up.
     """
@@ -42,7 +43,7 @@ def gathered(part: torch.Tensor) -> torch.Tensor:
     return torch.cat([*chunks[::2], *chunks[::-2]])
 
 
-def causal_mask(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+def causal_mask(q: Tensor, k: Tensor) -> Tensor:
     """Of queries and keys (B, heads, length, D): the last query sees all keys, each before it one
     less.
 

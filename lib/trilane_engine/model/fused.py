@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
 
 from trilane.config.plan import Plan
 from trilane_engine import patches
@@ -41,21 +42,19 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     """
     if os.environ.get("TORCH_COMPILE_DISABLE") == "1":
         return function
-    os.environ.setdefault(
-        "TORCHINDUCTOR_COMPILE_THREADS", "1"
-    )  # a handful of kernels needs no processes beside ours
+    # a handful of kernels needs no processes beside ours
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
     return COMPILE(function, dynamic=False)
 
 
-def activate(
-    x: torch.Tensor, bias: torch.Tensor | None, function: Callable[..., Any], gated: bool
-) -> torch.Tensor:
+def activate(x: Tensor, bias: Tensor | None, function: Callable[..., Any], gated: bool) -> Tensor:
     """function(x + bias), (S, B, F); gated, of the first half of (S, B, 2 F), times the second.
     GELU is the exact one.
 
     Shazeer 2020, arXiv:2002.05202, equations 5 and 6: SwiGLU and GEGLU.
     """
-    x = x if bias is None else x + bias
+    if bias is not None:
+        x = x + bias
     if not gated:
         return function(x)
     gate, up = x.chunk(2, -1)
@@ -63,16 +62,17 @@ def activate(
 
 
 def add_dropped(
-    x: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor, share: float, training: bool
-) -> torch.Tensor:
+    x: Tensor, bias: Tensor | None, residual: Tensor, share: float, training: bool
+) -> Tensor:
     """residual + dropout(x + bias), (S, B, C)."""
-    x = x if bias is None else x + bias
-    return residual + (F.dropout(x, share, training) if share else x)
+    if bias is not None:
+        x = x + bias
+    if share:
+        x = F.dropout(x, share, training)
+    return residual + x
 
 
-def partial_sums(
-    logits: torch.Tensor, labels: torch.Tensor, first: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def partial_sums(logits: Tensor, labels: Tensor, first: int) -> tuple[Tensor, Tensor, Tensor]:
     """Largest logit m, sum of exp(logit - m) and the label's logit (0 elsewhere), (S, B) in fp32,
     over this rank's V.
 
@@ -84,17 +84,17 @@ def partial_sums(
     total = (x - largest.unsqueeze(-1)).exp().sum(-1)
     local = labels - first
     here = (local >= 0) & (local < logits.shape[-1])
-    found = logits.gather(-1, torch.where(here, local, 0).unsqueeze(-1)).squeeze(-1).float()
-    return largest, total, torch.where(here, found, 0.0)
+    label_logits = logits.gather(-1, torch.where(here, local, 0).unsqueeze(-1)).squeeze(-1).float()
+    return largest, total, torch.where(here, label_logits, 0.0)
 
 
 def logit_gradient(
-    logits: torch.Tensor,
-    labels: torch.Tensor,
-    log_sum: torch.Tensor,
-    grad: torch.Tensor,
+    logits: Tensor,
+    labels: Tensor,
+    log_sum: Tensor,
+    grad: Tensor,
     first: int,
-) -> torch.Tensor:
+) -> Tensor:
     """grad (softmax - one hot), (S, B, V) in the precision of the logits."""
     share = (logits.float() - log_sum.unsqueeze(-1)).exp()
     rows = torch.arange(first, first + logits.shape[-1], device=logits.device)
@@ -109,29 +109,29 @@ class _CrossEntropy(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, logits: Tensor, labels: Tensor) -> Tensor:
         """Logits (S, B, V), labels (S, B) -> losses (S, B), fp32."""
         group = parallel_state.get_tensor_model_parallel_group()
         first = group.rank() * logits.shape[-1]
-        largest, total, found = compiled(partial_sums)(logits, labels, first)
+        largest, total, of_labels = compiled(partial_sums)(logits, labels, first)
         if group.size() > 1:
             local = largest.clone()
             dist.all_reduce(largest, dist.ReduceOp.MAX, group)
-            both = torch.stack([total * (local - largest).exp(), found])
+            both = torch.stack([total * (local - largest).exp(), of_labels])
             dist.all_reduce(both, group=group)
-            total, found = both
+            total, of_labels = both
         log_sum = largest + total.log()
         ctx.save_for_backward(logits, labels, log_sum)
         ctx.first = first
-        return log_sum - found
+        return log_sum - of_labels
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+    def backward(ctx: Any, grad: Tensor) -> Any:
         """The gradient of the logits."""
         return compiled(logit_gradient)(*ctx.saved_tensors, grad, ctx.first), None
 
 
-def token_losses(logits: torch.Tensor, labels: torch.Tensor, fused: bool) -> torch.Tensor:
+def token_losses(logits: Tensor, labels: Tensor, fused: bool) -> Tensor:
     """Cross-entropy in nats, (S, B), fp32, of logits (S, B, V)."""
     if fused:
         return _CrossEntropy.apply(logits, labels)
@@ -141,7 +141,7 @@ def token_losses(logits: torch.Tensor, labels: torch.Tensor, fused: bool) -> tor
     return losses.view_as(labels)
 
 
-def add_product(inputs: torch.Tensor, grads: torch.Tensor, total: torch.Tensor) -> None:
+def add_product(inputs: Tensor, grads: Tensor, total: Tensor) -> None:
     """total += grads^T inputs, (F, C) fp32 of (tokens, F) and (tokens, C): a gradient that is never
     rounded to 16 bits.
 
@@ -158,12 +158,11 @@ def adds_products(device: torch.device, dtype: torch.dtype) -> bool:
     """Let megatron-core's linear layers use add_product(), if it works for values of `dtype` here,
     which is tried.
     """
-    ones, total = torch.ones(16, 16, device=device, dtype=dtype), torch.ones(16, 16, device=device)
+    ones = torch.ones(16, 16, device=device, dtype=dtype)
+    total = torch.ones(16, 16, device=device)
     try:
         add_product(ones, ones, total)
-    except (
-        Exception
-    ):  # a card or a build of torch without such a product: gradients are added after it
+    except Exception:  # of a card or a build of torch without such a product
         return False
     patches.use_weight_product(add_product)
     return True
@@ -172,9 +171,7 @@ def adds_products(device: torch.device, dtype: torch.dtype) -> bool:
 class GPT(GPTModel):
     """megatron-core's GPT with its loss, fused where config.cross_entropy_loss_fusion."""
 
-    def compute_language_model_loss(
-        self, labels: torch.Tensor, logits: torch.Tensor
-    ) -> torch.Tensor:
+    def compute_language_model_loss(self, labels: Tensor, logits: Tensor) -> Tensor:
         """Labels (B, S), logits (S, B, V) -> losses (B, S)."""
         fused = self.config.cross_entropy_loss_fusion
         losses = token_losses(logits, labels.transpose(0, 1).contiguous(), fused)
@@ -200,17 +197,16 @@ def choose(plan: Plan, world: World) -> KernelPath:
     fused, why = _wanted(plan, world.device)
     if fused:
         problem = next(filter(None, gather_values(world, compile_problem(world.device))), "")
-        fused, why = not problem, problem or why
+        if problem:
+            fused = False
+            why = problem
     # not for an own layer, which may use a weight elsewhere, too, nor on a CPU, where small kernels
     # wait for its Python
-    asks = (
-        plan.engine == "megatron"
-        and not plan.layer
-        and (fused or capability(world.device) != (0, 0))
-    )
-    adds = asks and all(
-        gather_values(world, adds_products(world.device, DTYPES[plan.topology.precision]))
-    )
+    is_worth_it = fused or capability(world.device) != (0, 0)
+    adds = False
+    if plan.engine == "megatron" and not plan.layer and is_worth_it:
+        dtype = DTYPES[plan.topology.precision]
+        adds = all(gather_values(world, adds_products(world.device, dtype)))
     return KernelPath(fused=fused, why=why, adds_gradients=adds)
 
 
@@ -230,9 +226,9 @@ def _wanted(plan: Plan, device: torch.device) -> tuple[bool, str]:
     card = capability(device)
     if card == (0, 0):
         return False, "no GPU"
-    found, enough = f"compute capability {'.'.join(map(str, card))}", card >= (8, 0)
+    why = f"compute capability {'.'.join(map(str, card))}"
     # Triton, which torch.compile writes, makes good kernels from Ampere on
-    return enough, found if enough else f"{found}, needs 8.0"
+    return (True, why) if card >= (8, 0) else (False, f"{why}, needs 8.0")
 
 
 def compile_problem(device: torch.device) -> str:
@@ -242,10 +238,9 @@ def compile_problem(device: torch.device) -> str:
     x = torch.ones(8, 16, device=device, requires_grad=True)
     try:
         compiled(activate)(x, None, F.gelu, False).sum().backward()
-    except (
-        Exception
-    ) as error:  # no compiler, no Triton, a driver too old: whatever it is, the unfused path works
-        return f"torch.compile fails here: {(str(error).strip() or type(error).__name__).splitlines()[0][:150]}"
+    except Exception as error:  # no compiler, no Triton, a driver too old: the unfused path works
+        first = (str(error).strip() or type(error).__name__).splitlines()[0]
+        return f"torch.compile fails here: {first[:150]}"
     return ""
 
 

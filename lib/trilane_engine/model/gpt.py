@@ -27,6 +27,7 @@ from megatron.core.transformer.transformer_block import (
     get_num_layers_to_build,
 )
 from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor, nn
 
 from trilane.config.model import ModelShape
 from trilane.config.plan import Plan
@@ -35,10 +36,13 @@ from trilane_engine.model.fused import DTYPES, GPT, compiled
 from trilane_engine.model.layer import MLP, ColumnLinear, Layer, RowLinear, SelfAttention
 from trilane_engine.model.parameters import initial_range, is_gated_fc1, split_dim
 
+# values in memory at a time, 64 MiB: BLOOM-176B's embedding has 14 GB
+MOST_DRAWN = 1 << 24
 
-def activation_of(shape: ModelShape) -> Callable[[torch.Tensor], torch.Tensor]:
+
+def activation_of(shape: ModelShape) -> Callable[[Tensor], Tensor]:
     """The activation function; of the gate where there is one."""
-    functions: dict[str, Callable[..., torch.Tensor]] = {
+    functions: dict[str, Callable[..., Tensor]] = {
         "gelu": F.gelu,
         # in GPT-2's and BLOOM's code: Hendrycks and Gimpel 2016, arXiv:1606.08415, section 2
         "gelu-tanh": functools.partial(F.gelu, approximate="tanh"),
@@ -52,7 +56,7 @@ def activation_of(shape: ModelShape) -> Callable[[torch.Tensor], torch.Tensor]:
     return functions[shape.activation]
 
 
-class Attention(torch.nn.Module):
+class Attention(nn.Module):
     """The attention core of every engine: causal, with rotary positions or ALiBi, and keys that
     groups of heads share.
 
@@ -62,65 +66,63 @@ class Attention(torch.nn.Module):
 
     def __init__(self, config: TransformerConfig, *, shape: ModelShape, **place: Any) -> None:
         super().__init__()
-        self.shape, self.dropout, self.splits_sequence = (
-            shape,
-            config.attention_dropout,
-            config.sequence_parallel,
-        )
+        self.shape = shape
+        self.dropout = config.attention_dropout
+        self.splits_sequence = config.sequence_parallel
         self.shares = config.context_parallel_size  # ranks that have a part of each sequence
-        self.turn = (
-            compiled(rotated) if config.bias_activation_fusion else rotated
-        )  # one pass instead of five
+        # one pass instead of five
+        self.turn = compiled(rotated) if config.bias_activation_fusion else rotated
         self.keeps_scores = config.attention_backend == AttnBackend.unfused
-        own = (
-            self.keeps_scores or shape.positions == "alibi"
-        )  # of which Transformer Engine has no slopes of ours
-        self.core = te.Core(config, **place) if te.is_chosen(config) and not own else None
+        # Transformer Engine has no slopes of ours
+        adds_mask = self.keeps_scores or shape.positions == "alibi"
+        self.core = None
+        if te.is_chosen(config) and not adds_mask:
+            self.core = te.Core(config, **place)
 
     def forward(
         self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
         attention_mask: None,
         **_: Any,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         """Query (S, B, H, D), key and value (S, B, G, D) -> (S, B, H D)."""
         if self.shape.positions == "rotary":
             length = len(query) * self.shares
-            angles = rotations(
+            cos, sin = rotations(
                 length, self.shape.head_dim, self.shape.rotary_base, query.device, query.dtype
             )
-            cos, sin = map(context.own_part, angles) if self.shares > 1 else angles
-            query, key = self.turn(query, cos, sin), self.turn(key, cos, sin)
-            value = (
-                value.contiguous()
-            )  # a view of all channels would keep those of queries and keys, too, unturned
+            if self.shares > 1:
+                cos = context.own_part(cos)
+                sin = context.own_part(sin)
+            query = self.turn(query, cos, sin)
+            key = self.turn(key, cos, sin)
+            # a view of all channels would keep those of queries and keys, too, unturned
+            value = value.contiguous()
         if self.core:
             return self.core(query, key, value)
         if self.shares == 1:
             return self._attended(query, key, value)
-        query, chunk = (
-            query.contiguous(),
-            len(query) // 2,
-        )  # a view would keep the channels of own keys and values, too
-        key, value = context.gathered(key), context.gathered(value)
-        ends = [(number + 1) * chunk for number in context.own_chunks()]
-        return torch.cat(
-            [
-                self._attended(q, key[:n], value[:n])
-                for q, n in zip(query.chunk(2), ends, strict=True)
-            ]
-        )
+        # a view would keep the channels of own keys and values, too
+        halves = query.contiguous().chunk(2)
+        key = context.gathered(key)
+        value = context.gathered(value)
+        parts = []
+        for half, number in zip(halves, context.own_chunks(), strict=True):
+            end = (number + 1) * len(half)
+            parts.append(self._attended(half, key[:end], value[:end]))
+        return torch.cat(parts)
 
-    def _attended(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
-    ) -> torch.Tensor:
+    def _attended(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """As forward(); the last query attends to all keys, those before it to one less each."""
-        q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))  # (B, H or G, S, D)
+        q = query.permute(1, 2, 0, 3)  # (B, H or G, S, D), and so k and v
+        k = key.permute(1, 2, 0, 3)
+        v = value.permute(1, 2, 0, 3)
         grouped = k.size(1) < q.size(1)
         if grouped and (self.keeps_scores or not has_grouped_kernel(q, self.shape)):
-            k, v = (x.repeat_interleave(q.size(1) // x.size(1), dim=1) for x in (k, v))
+            k = k.repeat_interleave(q.size(1) // k.size(1), dim=1)
+            v = v.repeat_interleave(q.size(1) // v.size(1), dim=1)
             grouped = False
         mask: Any = None
         if self.keeps_scores or self.shape.positions == "alibi":
@@ -136,13 +138,12 @@ class Attention(torch.nn.Module):
             if self.keeps_scores:
                 out = attention_by_scores(q, k, v, mask, dropout)
             else:
-                options: dict[str, Any] = {"dropout_p": dropout, "enable_gqa": grouped}
                 out = F.scaled_dot_product_attention(
-                    q, k, v, mask, is_causal=mask is None, **options
+                    q, k, v, mask, dropout, is_causal=mask is None, enable_gqa=grouped
                 )
         return out.permute(2, 0, 1, 3).flatten(2)  # (S, B, H D)
 
-    def _mask(self, q: torch.Tensor, length: int) -> torch.Tensor:
+    def _mask(self, q: Tensor, length: int) -> Tensor:
         """ALiBi of this rank's heads, for the last S of `length` places, (B, H, S, length); else
         the causal mask.
         """
@@ -150,14 +151,11 @@ class Attention(torch.nn.Module):
         if self.shape.positions == "alibi":
             first = q.size(1) * parallel_state.get_tensor_model_parallel_rank()
             slopes = alibi_slopes(self.shape.num_attention_heads)[first : first + q.size(1)]
-        return alibi(slopes, length, q.device, q.dtype)[:, :, -q.size(2) :].expand(
-            len(q), -1, -1, -1
-        )
+        mask = alibi(slopes, length, q.device, q.dtype)[:, :, -q.size(2) :]
+        return mask.expand(len(q), -1, -1, -1)
 
 
-def attention_by_scores(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor, dropout: float
-) -> torch.Tensor:
+def attention_by_scores(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, dropout: float) -> Tensor:
     """Attention written out, (B, H, S, D); `mask` (B, H or 1, S, S) is added to the scores.
 
     Kept for the backward pass, as the planner counts it for `scores`: softmax's result, dropout's
@@ -165,14 +163,14 @@ def attention_by_scores(
     kernel would keep 16 bits as 32.
     """
     B, H, S, D = q.shape
-    pair = q.flatten(0, 1), k.flatten(0, 1).mT
-    scores = torch.baddbmm(q.new_empty(1), *pair, beta=0, alpha=D**-0.5).view(
-        B, H, S, -1
-    )  # scaled without a copy of q
-    return F.dropout(scores.add_(mask).softmax(-1), dropout) @ v
+    scores = torch.baddbmm(  # scaled without a copy of q
+        q.new_empty(1), q.flatten(0, 1), k.flatten(0, 1).mT, beta=0, alpha=D**-0.5
+    )
+    weights = scores.view(B, H, S, -1).add_(mask).softmax(-1)
+    return F.dropout(weights, dropout) @ v
 
 
-def has_grouped_kernel(q: torch.Tensor, shape: ModelShape) -> bool:
+def has_grouped_kernel(q: Tensor, shape: ModelShape) -> bool:
     """Whether torch has a kernel that reads shared keys once: flash alone, in 16 bits, from Ampere
     on, unmasked.
 
@@ -187,7 +185,7 @@ def has_grouped_kernel(q: torch.Tensor, shape: ModelShape) -> bool:
 @functools.lru_cache(maxsize=4)
 def rotations(
     length: int, channels: int, base: float, device: torch.device, dtype: torch.dtype
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor]:
     """Cosine and sine of the angle at each position and channel, each (S, 1, 1, D); the halves of D
     are alike.
 
@@ -201,7 +199,7 @@ def rotations(
     return angles.cos().to(dtype), angles.sin().to(dtype)
 
 
-def rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """(S, B, heads, D), each pair of channels turned by its angle."""
     left, right = x.chunk(2, dim=-1)
     return x * cos + torch.cat((-right, left), dim=-1) * sin
@@ -222,7 +220,7 @@ def alibi_slopes(heads: int) -> tuple[float, ...]:
 @functools.lru_cache(maxsize=2)
 def alibi(
     slopes: tuple[float, ...], length: int, device: torch.device, dtype: torch.dtype
-) -> torch.Tensor:
+) -> Tensor:
     """What is added to the scores: slope x (key - query) up to the query, -inf after it, (1, H, S,
     S).
 
@@ -231,16 +229,14 @@ def alibi(
     costmodel/memory.py counts among the buffers.
     """
     places = torch.arange(length, dtype=torch.float32, device=device)
-    distance = (places[None, :] - places[:, None]).masked_fill(
-        places[None, :] > places[:, None], math.inf
-    )
+    distance = places[None, :] - places[:, None]
     added = torch.empty(1, len(slopes), length, length, dtype=dtype, device=device)
     for head, slope in enumerate(slopes):
-        added[0, head] = (slope * distance).where(distance <= 0, -math.inf)
+        added[0, head] = (slope * distance).masked_fill(distance > 0, -math.inf)
     return added
 
 
-class Norm(torch.nn.Module):
+class Norm(nn.Module):
     """torch's LayerNorm or RMSNorm, (S, B, C) -> (S, B, C), marked for sequence parallelism.
 
     There each rank sees a part of the sequence, so its gradients are partial: the mark on the
@@ -248,28 +244,27 @@ class Norm(torch.nn.Module):
     own torch norm refuses it.
     """
 
-    bias: torch.nn.Parameter | None
+    bias: nn.Parameter | None
 
     def __init__(self, config: TransformerConfig, hidden_size: int, **_: Any) -> None:
         super().__init__()
-        self.eps, self.size = config.layernorm_epsilon, (hidden_size,)
-        self.weight = torch.nn.Parameter(
-            torch.empty(hidden_size, dtype=config.params_dtype).fill_(1.0)
-        )
+        self.eps = config.layernorm_epsilon
+        self.size = (hidden_size,)
+        self.weight = nn.Parameter(torch.empty(hidden_size, dtype=config.params_dtype).fill_(1.0))
         with_bias = config.normalization == "LayerNorm"
         self.register_parameter(
-            "bias", torch.nn.Parameter(torch.zeros_like(self.weight)) if with_bias else None
+            "bias", nn.Parameter(torch.zeros_like(self.weight)) if with_bias else None
         )
         for parameter in self.parameters():
             parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         if self.bias is None:
             return F.rms_norm(x, self.size, self.weight, self.eps)
         return F.layer_norm(x, self.size, self.weight, self.bias, self.eps)
 
 
-def sum_over_tp(gradient: torch.Tensor) -> torch.Tensor:
+def sum_over_tp(gradient: Tensor) -> Tensor:
     """The sum of a gradient over tensor-parallel ranks: a hook of a parameter that they hold whole."""
     whole = gradient.clone(memory_format=torch.contiguous_format)
     dist.all_reduce(whole, group=parallel_state.get_tensor_model_parallel_group())
@@ -279,26 +274,26 @@ def sum_over_tp(gradient: torch.Tensor) -> torch.Tensor:
 def layer_spec(shape: ModelShape, config: TransformerConfig) -> ModuleSpec:
     """One layer: norm, attention, norm, MLP."""
     spec = get_gpt_layer_local_spec()
-    spec.module, parts, attention = Layer, spec.submodules, spec.submodules.self_attention
-    parts.input_layernorm = parts.pre_mlp_layernorm = Norm
-    attention.module, attention.submodules.q_layernorm = SelfAttention, None
-    attention.submodules.k_layernorm = None
-    attention.submodules.linear_qkv, attention.submodules.linear_proj = ColumnLinear, RowLinear
-    attention.submodules.core_attention = functools.partial(Attention, shape=shape)
-    if te.is_chosen(config):
-        parts.input_layernorm = parts.pre_mlp_layernorm = te.Norm
-        attention.submodules.linear_qkv, attention.submodules.linear_proj = (
-            te.ColumnLinear,
-            te.RowLinear,
-        )
+    spec.module = Layer
+    parts = spec.submodules
+    parts.self_attention.module = SelfAttention
     parts.mlp = MLP
+    fused_parts = te.is_chosen(config)
+    parts.input_layernorm = parts.pre_mlp_layernorm = te.Norm if fused_parts else Norm
+    attention = parts.self_attention.submodules
+    attention.linear_qkv = te.ColumnLinear if fused_parts else ColumnLinear
+    attention.linear_proj = te.RowLinear if fused_parts else RowLinear
+    attention.q_layernorm = attention.k_layernorm = None
+    attention.core_attention = functools.partial(Attention, shape=shape)
     return spec
 
 
 def transformer_config(plan: Plan) -> TransformerConfig:
     """megatron-core's settings for the plan; whatever needs apex or torch.compile is off."""
-    shape, t = plan.shape, plan.topology
-    dtype, interleaved = DTYPES[t.precision], t.interleaving > 1
+    shape = plan.shape
+    t = plan.topology
+    dtype = DTYPES[t.precision]
+    interleaved = t.interleaving > 1
     return TransformerConfig(
         num_layers=shape.num_layers,
         hidden_size=shape.hidden_size,
@@ -352,7 +347,8 @@ def build_chunks(
     """This rank's model chunks (one, or `interleaving` of them) in the initial state, on this
     rank's device.
     """
-    stages = range(plan.topology.interleaving) if plan.topology.interleaving > 1 else [None]
+    count = plan.topology.interleaving
+    stages: Iterable[int | None] = range(count) if count > 1 else [None]
     models = [empty_chunk(plan, settings, stage, layer) for stage in stages]
     for model in models:
         fill_parameters(canonical_parameters(model, plan.shape.tied_embeddings), plan)
@@ -389,31 +385,31 @@ def empty_chunk(
     return model
 
 
-class NormedDropout(torch.nn.Module):
+class NormedDropout(nn.Module):
     """BLOOM's norm of the embedding, then its dropout."""
 
     def __init__(self, settings: TransformerConfig) -> None:
         super().__init__()
         self.settings = settings
         self.layernorm = Norm(settings, settings.hidden_size)
-        self.dropout = torch.nn.Dropout(settings.hidden_dropout)
+        self.dropout = nn.Dropout(settings.hidden_dropout)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         return self.dropout(self.layernorm(x))
 
 
-def fill_parameters(named: Iterable[tuple[str, torch.nn.Parameter]], plan: Plan) -> None:
+def fill_parameters(named: Iterable[tuple[str, nn.Parameter]], plan: Plan) -> None:
     """Set parameters, by whole-model names, to their part of the initial state; what ZeRO-3 divides
     to its share.
 
     An own layer's parameters keep what its class gave them, but for what megatron-core's linear
     layers divide.
     """
-    rank, tp = parallel_state.get_tensor_model_parallel_rank(), plan.topology.tp
+    rank = parallel_state.get_tensor_model_parallel_rank()
+    tp = plan.topology.tp
     for name, parameter in named:
-        is_marked = getattr(
-            parameter, "tensor_model_parallel", False
-        )  # as those of an own layer are
+        # as those of an own layer are
+        is_marked = getattr(parameter, "tensor_model_parallel", False)
         if plan.layer and ".layers." in name and not is_marked:
             continue
         dim = getattr(parameter, "partition_dim", 0) if is_marked else split_dim(name)
@@ -426,22 +422,23 @@ def fill_parameters(named: Iterable[tuple[str, torch.nn.Parameter]], plan: Plan)
         fill(parameter, functools.partial(initial_range, name, size, rank, tp, plan, dim=dim))
 
 
-def fill(parameter: torch.Tensor, draw: Callable[[int, int], torch.Tensor]) -> None:
+def fill(parameter: Tensor, draw: Callable[[int, int], Tensor]) -> None:
     """Set what this rank holds of a parameter, its share under ZeRO-3, to `draw(first, end)` of the
     flat values.
     """
-    divided: torch.Tensor | None = getattr(parameter, "ds_tensor", None)
+    divided: Tensor | None = getattr(parameter, "ds_tensor", None)
     held = (parameter if divided is None else divided).data.view(-1)
-    first = 0 if divided is None else len(held) * parallel_state.get_data_parallel_rank()
+    first = 0
+    if divided is not None:
+        first = len(held) * parallel_state.get_data_parallel_rank()
     # the last share of all is padded
     end = min(first + len(held), math.prod(getattr(parameter, "ds_shape", parameter.shape)))
-    most = 1 << 24  # values in memory at a time, 64 MiB: BLOOM-176B's embedding has 14 GB
-    for at in range(first, end, most):
-        drawn = draw(at, min(at + most, end))
+    for at in range(first, end, MOST_DRAWN):
+        drawn = draw(at, min(at + MOST_DRAWN, end))
         held[at - first : at - first + len(drawn)].copy_(drawn)
 
 
-def canonical_parameters(model: GPTModel, tied: bool) -> Iterator[tuple[str, torch.nn.Parameter]]:
+def canonical_parameters(model: GPTModel, tied: bool) -> Iterator[tuple[str, nn.Parameter]]:
     """Each parameter with its whole-model name; a tied head by the embedding's."""
     for name, parameter in model.named_parameters():
         name = whole_name(model, name.replace(".embedding_dropout.", "."))
@@ -452,9 +449,8 @@ def canonical_parameters(model: GPTModel, tied: bool) -> Iterator[tuple[str, tor
 
 def whole_name(model: GPTModel, name: str) -> str:
     """The name of a chunk's parameter or module with layers counted from the first stage."""
-    layers = model.decoder.layers
-    return re.sub(
-        r"(?<=decoder\.layers\.)\d+",
-        lambda found: str(layers[int(found[0])].layer_number - 1),
-        name,
-    )
+
+    def renamed(number: re.Match[str]) -> str:
+        return str(model.decoder.layers[int(number[0])].layer_number - 1)
+
+    return re.sub(r"(?<=decoder\.layers\.)\d+", renamed, name)

@@ -14,13 +14,13 @@ from megatron.core import parallel_state, tensor_parallel
 from megatron.core.tensor_parallel import layers
 from megatron.core.transformer import attention, mlp, transformer_layer
 from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
 
 from trilane_engine.model import te
 from trilane_engine.model.fused import activate, add_dropped, add_product, compiled
 
-Pair = tuple[
-    torch.Tensor, torch.Tensor | None
-]  # what a matrix gives, and the bias that is still to be added to it
+# what a matrix gives, and the bias that is still to be added to it
+Pair = tuple[Tensor, Tensor | None]
 
 
 class _AddingProduct(torch.autograd.Function):
@@ -29,23 +29,21 @@ class _AddingProduct(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
-    ) -> torch.Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         ctx.save_for_backward(x, weight)
         return F.linear(x, weight, bias)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+    def backward(ctx: Any, grad: Tensor) -> Any:
         x, weight = ctx.saved_tensors
         rows = grad.flatten(0, -2)
         add_product(x.flatten(0, -2), rows, weight.main_grad)
         added = None
-        if hasattr(
-            weight, "grad_added_to_main_grad"
-        ):  # DDP's hook waits for a gradient, and drops it
-            weight.grad_added_to_main_grad, added = True, torch.empty_like(weight)
-        return grad @ weight, added, rows.sum(0) if ctx.needs_input_grad[2] else None
+        if hasattr(weight, "grad_added_to_main_grad"):  # DDP's hook waits for one, and drops it
+            weight.grad_added_to_main_grad = True
+            added = torch.empty_like(weight)
+        of_bias = rows.sum(0) if ctx.needs_input_grad[2] else None
+        return grad @ weight, added, of_bias
 
 
 class _Linear(torch.nn.Module):
@@ -53,12 +51,14 @@ class _Linear(torch.nn.Module):
     messages.
     """
 
-    def forward(self: Any, x: torch.Tensor) -> Pair:
+    def forward(self: Any, x: Tensor) -> Pair:
         if self.tp_group.size() > 1:
             return super().forward(x)
-        bias, later = (None, self.bias) if self.skip_bias_add else (self.bias, None)
         adds = self.gradient_accumulation_fusion and hasattr(self.weight, "main_grad")
-        return (_AddingProduct.apply if adds else F.linear)(x, self.weight, bias), later
+        product = _AddingProduct.apply if adds else F.linear
+        if self.skip_bias_add:
+            return product(x, self.weight, None), self.bias
+        return product(x, self.weight, self.bias), None
 
 
 class ColumnLinear(_Linear, layers.ColumnParallelLinear):
@@ -75,22 +75,19 @@ class MLP(mlp.MLP):
     """
 
     def __init__(self, config: TransformerConfig, **_: Any) -> None:
-        column, row = (
-            (te.ColumnLinear, te.RowLinear) if te.is_chosen(config) else (ColumnLinear, RowLinear)
-        )
-        linears = mlp.MLPSubmodules(linear_fc1=column, linear_fc2=row)
+        linears = mlp.MLPSubmodules(linear_fc1=ColumnLinear, linear_fc2=RowLinear)
+        if te.is_chosen(config):
+            linears = mlp.MLPSubmodules(linear_fc1=te.ColumnLinear, linear_fc2=te.RowLinear)
         super().__init__(config, linears, tp_group=parallel_state.get_tensor_model_parallel_group())
-        self.linear_fc1.skip_bias_add, self.linear_fc2.skip_bias_add = (
-            config.bias_activation_fusion,
-        ) * 2
+        self.linear_fc1.skip_bias_add = config.bias_activation_fusion
+        self.linear_fc2.skip_bias_add = config.bias_activation_fusion
         self.activate = compiled(activate) if config.bias_activation_fusion else activate
 
-    def forward(self, hidden_states: torch.Tensor, **_: Any) -> Pair:
+    def forward(self, hidden_states: Tensor, **_: Any) -> Pair:
         """(S, B, C) -> (S, B, C)."""
         inner, bias = self.linear_fc1(hidden_states)
-        return self.linear_fc2(
-            self.activate(inner, bias, self.activation_func, self.config.gated_linear_unit)
-        )
+        gated = self.config.gated_linear_unit
+        return self.linear_fc2(self.activate(inner, bias, self.activation_func, gated))
 
 
 class SelfAttention(attention.SelfAttention):
@@ -100,7 +97,7 @@ class SelfAttention(attention.SelfAttention):
         super().__init__(config, *parts, **options)
         self.linear_proj.skip_bias_add = config.bias_dropout_fusion
 
-    def forward(self, hidden_states: torch.Tensor, **_: Any) -> Pair:
+    def forward(self, hidden_states: Tensor, **_: Any) -> Pair:
         """(S, B, C) -> (S, B, C)."""
         heads = self.get_query_key_value_tensors(hidden_states)
         if self.checkpoint_core_attention and self.training:
@@ -118,10 +115,10 @@ class Layer(transformer_layer.TransformerLayer):
         super().__init__(config, *parts, **options)
         self.add = compiled(add_dropped) if config.bias_dropout_fusion else add_dropped
 
-    def forward(self, hidden_states: torch.Tensor, **_: Any) -> tuple[torch.Tensor, None]:
+    def forward(self, hidden_states: Tensor, **_: Any) -> tuple[Tensor, None]:
         """(S, B, C) -> (S, B, C)."""
         x = self._added(self.self_attention(self.input_layernorm(hidden_states)), hidden_states)
         return self._added(self.mlp(self.pre_mlp_layernorm(x)), x), None
 
-    def _added(self, pair: Pair, residual: torch.Tensor) -> torch.Tensor:
+    def _added(self, pair: Pair, residual: Tensor) -> Tensor:
         return self.add(*pair, residual, self.hidden_dropout, self.training)

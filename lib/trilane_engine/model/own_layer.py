@@ -4,7 +4,8 @@ It is a subclass of megatron-core's TransformerLayer, made as CLASS(config, subm
 layer_number=...), or any module that is made as CLASS(config, layer_number) and maps (S, B, C) to
 (S, B, C): S sequence (this rank's part of it), B microbatch, C hidden size. Before it is trained it
 runs once on random values: one layer in the process that prepares the data, its own layers on each
-rank. Left out: whether values are right under tensor parallelism, which the losses show.
+rank. Left out: whether values and gradients are right under tensor parallelism, which the losses
+show; a layer itself sums gradients of which each rank has a part.
 """
 
 import contextlib
@@ -12,6 +13,7 @@ import copy
 import hashlib
 import importlib
 import linecache
+import re
 import sys
 import traceback
 import types
@@ -20,7 +22,6 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -29,6 +30,7 @@ from megatron.core.transformer.transformer_layer import (
     TransformerLayer,
     get_transformer_layer_offset,
 )
+from torch import Tensor, nn
 
 from trilane.config.layer import Layer
 from trilane.config.parallelism import Topology
@@ -41,19 +43,19 @@ from trilane_engine.model.fused import DTYPES
 from trilane_engine.model.gpt import fill_parameters, layer_spec, sum_over_tp, transformer_config
 
 
-class Wrapped(torch.nn.Module):
+class Wrapped(nn.Module):
     """A module (S, B, C) -> (S, B, C) with the interface of megatron-core's layers."""
 
-    def __init__(self, layer: torch.nn.Module, layer_number: int) -> None:
+    def __init__(self, layer: nn.Module, layer_number: int) -> None:
         super().__init__()
         self.layer = layer
         self.layer_number = layer_number
 
-    def forward(self, hidden_states: torch.Tensor, **_: Any) -> tuple[torch.Tensor, None]:
+    def forward(self, hidden_states: Tensor, **_: Any) -> tuple[Tensor, None]:
         return self.layer(hidden_states), None
 
 
-def load(layer: Layer) -> type[torch.nn.Module]:
+def load(layer: Layer) -> type[nn.Module]:
     """The class that a plan names; ValueError of one line where there is none."""
     where, _, name = layer.name.rpartition(":")
     with refused(layer, "cannot be imported"):
@@ -66,7 +68,7 @@ def load(layer: Layer) -> type[torch.nn.Module]:
         else:
             module = importlib.import_module(where)
     kind = getattr(module, name, None)
-    if not (isinstance(kind, type) and issubclass(kind, torch.nn.Module)):
+    if not (isinstance(kind, type) and issubclass(kind, nn.Module)):
         raise ValueError(f"layer={layer.name}: {name} is no class of torch.nn.Module there")
     return kind
 
@@ -97,7 +99,7 @@ def own_spec(plan: Plan, standard: ModuleSpec) -> ModuleSpec:
 
     def make(
         _: type, config: TransformerConfig, layer_number: int, submodules: Any, **groups: Any
-    ) -> torch.nn.Module:
+    ) -> nn.Module:
         number = layer_number + get_transformer_layer_offset(config, groups.get("vp_stage"))
         before = rng.states()
         # what the class draws itself is the same on every topology
@@ -105,101 +107,65 @@ def own_spec(plan: Plan, standard: ModuleSpec) -> ModuleSpec:
         torch.manual_seed(int(digest[:15], 16))
         config = copy.copy(config)  # the class may change it, for this layer alone
         config.perform_initialization = True  # it also marks what linear layers divide
-        made: torch.nn.Module
+        module: nn.Module
         if issubclass(kind, TransformerLayer):
             with refused(layer, "cannot be made by (config, submodules, **options)"):
                 parts = copy.deepcopy(submodules)
-                made = kind(config, parts, layer_number=layer_number, **groups)
+                module = kind(config, parts, layer_number=layer_number, **groups)
         else:
             with refused(layer, "cannot be made by (config, layer_number)"):
-                made = Wrapped(kind(config, number), number)
+                module = Wrapped(kind(config, number), number)
         rng.restore(before)
-        return made
+        return module
 
     # megatron-core builds classes alone; this one's objects are those of make()
     built = type("OwnLayer", (BaseTransformerLayer,), {"__new__": make})
     return ModuleSpec(module=built, submodules=standard.submodules)
 
 
-def try_out(plan: Plan, made: torch.nn.Module) -> None:
-    """Run one layer forward and backward on random values, and restore it; HostError where it
-    fails, or returns another shape or type.
+def try_out(plan: Plan, module: nn.Module) -> None:
+    """Run one layer forward on random values; HostError where it fails or returns another shape or
+    type, or where something would go wrong without a word.
 
-    Parameters that tensor-parallel ranks hold whole, each with a part of their gradient, as a norm
-    of the heads of a rank, show by gradients that differ: from then on these are added up.
+    What tensor-parallel ranks hold whole, each with a part of the gradient, is summed from then on:
+    under sequence parallelism all of it, else norms of queries and keys, by megatron-core's names.
     """
     layer = plan.layer
     assert layer is not None
     t = plan.topology
-    _require_restorable(plan, layer, made)
-    before = rng.states()
-    kept = [parameter.detach().clone() for parameter in made.parameters()]
-    torch.manual_seed(plan.run.seed)
-    with torch.no_grad():
-        for parameter in made.parameters():  # what starts at 0 would hide the gradients of the rest
-            parameter.add_(0.1 * torch.randn(parameter.shape).to(parameter))
-    size = (plan.shape.seq_length // _parts(plan), t.mbs, plan.shape.hidden_size)
+    held = module.state_dict()
+    for name, _ in module.named_buffers():
+        if name in held:
+            rule = "is state that no checkpoint keeps; register it with persistent=False"
+            _refuse(layer, f"{name} {rule}")
+    if t.cp > 1 and isinstance(module, Wrapped):
+        _refuse(layer, f"would see a part of each sequence on cp={t.cp} ranks")
+    for name, parameter in module.named_parameters():
+        if getattr(parameter, "tensor_model_parallel", False):
+            continue
+        if t.sequence_parallel:
+            parameter.sequence_parallel = True  # type: ignore[attr-defined]
+        elif t.tp > 1 and re.search(r"\b[qk]_layernorm\b", name):
+            parameter.register_hook(sum_over_tp)
+    length = plan.shape.seq_length // (t.tp if t.sequence_parallel else 1)
+    size = (length, t.mbs, plan.shape.hidden_size)
     dtype = DTYPES[t.precision]
+    before = rng.states()
+    torch.manual_seed(plan.run.seed)
     x = torch.randn(size).to(torch.cuda.current_device(), dtype).requires_grad_()
     with refused(layer, "fails"):
-        out = made(hidden_states=x * 1, attention_mask=None)
+        out = module(hidden_states=x * 1, attention_mask=None)
+    rng.restore(before)
     if isinstance(out, tuple):
         out = out[0]
-    if not isinstance(out, torch.Tensor):
+    if not isinstance(out, Tensor):
         _refuse(layer, f"returns {type(out).__name__}, must return one tensor")
     if out.shape != size or out.dtype != dtype:
         _refuse(layer, f"returns {tuple(out.shape)} of {out.dtype} for {size} of {dtype}")
-    with refused(layer, "fails"):
-        out.backward(torch.randn(size).to(out))
-    for name, parameter in made.named_parameters():
-        if parameter.grad is None:
-            _refuse(layer, f"has no gradient for {name}")
-        if not getattr(parameter, "tensor_model_parallel", False):
-            _sum_where_partial(plan, parameter)
-    with torch.no_grad():
-        for parameter, value in zip(made.parameters(), kept, strict=True):
-            parameter.copy_(value)
-            parameter.grad = None
-    rng.restore(before)
 
 
 def _refuse(layer: Layer, rule: str) -> None:
     raise HostError(f"layer={layer.name}: {rule}")
-
-
-def _parts(plan: Plan) -> int:
-    """Among how many ranks a layer's sequence is divided."""
-    return plan.topology.tp if plan.topology.sequence_parallel else 1
-
-
-def _require_restorable(plan: Plan, layer: Layer, made: torch.nn.Module) -> None:
-    """HostError for what would go wrong without a word: state that no checkpoint keeps, a part of
-    each sequence.
-    """
-    held = made.state_dict()
-    for name, _ in made.named_buffers():
-        if name in held:
-            rule = "is state that no checkpoint keeps; register it with persistent=False"
-            _refuse(layer, f"{name} {rule}")
-    if plan.topology.cp > 1 and isinstance(made, Wrapped):
-        _refuse(layer, f"would see a part of each sequence on cp={plan.topology.cp} ranks")
-
-
-def _sum_where_partial(plan: Plan, parameter: torch.nn.Parameter) -> None:
-    """Let the gradient be added up of which each tensor-parallel rank has a part; collective."""
-    if _parts(plan) > 1:  # each rank has seen its part of the sequence
-        parameter.sequence_parallel = True  # type: ignore[attr-defined]
-        return
-    assert parameter.grad is not None
-    group = parallel_state.get_tensor_model_parallel_group()
-    gradient = parameter.grad.float()
-    first = gradient.clone()
-    dist.broadcast(first, dist.get_global_rank(group, 0), group)
-    # order and precision of sums may differ a little; what is computed of other heads differs much
-    differs = ((gradient - first).abs().max() > 0.05 * first.abs().max()).int()
-    dist.all_reduce(differs, dist.ReduceOp.MAX, group)
-    if differs.item():
-        parameter.register_hook(sum_over_tp)
 
 
 def rehearse(plan: Plan) -> None:
@@ -219,9 +185,9 @@ def rehearse(plan: Plan) -> None:
     config = transformer_config(plan)
     try:
         spec = own_spec(plan, layer_spec(plan.shape, config))
-        made = spec.module(config=config, layer_number=1, submodules=spec.submodules)
-        named = ((f"decoder.layers.0.{name}", held) for name, held in made.named_parameters())
+        module = spec.module(config=config, layer_number=1, submodules=spec.submodules)
+        named = ((f"decoder.layers.0.{name}", held) for name, held in module.named_parameters())
         fill_parameters(named, plan)
-        try_out(plan, made.to(torch.cuda.current_device(), config.params_dtype))
+        try_out(plan, module.to(torch.cuda.current_device(), config.params_dtype))
     except HostError as error:
         raise ValueError(str(error)) from None

@@ -35,9 +35,8 @@ def split_dim(name: str, gated: bool = False) -> int | None:
     """
     rows = ("word_embeddings.weight", "output_layer.weight", "linear_qkv.", "linear_fc1.")
     if any(part in name for part in rows):
-        return (
-            1 if gated else 0
-        )  # a gated one is (2, ffn, h), gate and up: each rank has its rows of both
+        # a gated one is (2, ffn, h), gate and up: each rank has its rows of both
+        return int(gated)
     return 1 if name.endswith(COLUMNS) else None
 
 
@@ -51,12 +50,13 @@ def whole_sizes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
     """Canonical name -> shape of every parameter of the whole model; a tied head is not listed
     separately.
     """
-    h, ffn = shape.hidden_size, shape.ffn
-    up = (2, ffn) if shape.is_gated else (ffn,)
+    h = shape.hidden_size
+    ffn = shape.ffn
+    # parameter -> shape of its bias, columns of its matrix
     linears: dict[str, tuple[tuple[int, ...], int]] = {
         "self_attention.linear_qkv": ((h + 2 * shape.kv_heads * shape.head_dim,), h),
         "self_attention.linear_proj": ((h,), h),
-        "mlp.linear_fc1": (up, h),
+        "mlp.linear_fc1": ((2, ffn) if shape.is_gated else (ffn,), h),
         "mlp.linear_fc2": ((h,), ffn),
     }
     kinds = ("weight", "bias") if shape.normalization == "layernorm" else ("weight",)
@@ -65,20 +65,18 @@ def whole_sizes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
         sizes["embedding.position_embeddings.weight"] = (shape.seq_length, h)
     if shape.embedding_layernorm:
         sizes |= {f"{EMBEDDING_NORM}.{kind}": (h,) for kind in kinds}
-    for layer in (f"decoder.layers.{i}" for i in range(shape.num_layers)):
-        sizes |= {
-            f"{layer}.{norm}.{k}": (h,)
-            for norm in ("input_layernorm", "pre_mlp_layernorm")
-            for k in kinds
-        }
-        for name, (out, into) in linears.items():
-            sizes[f"{layer}.{name}.weight"] = (*out, into)
+    for number in range(shape.num_layers):
+        layer = f"decoder.layers.{number}"
+        for norm in ("input_layernorm", "pre_mlp_layernorm"):
+            sizes |= {f"{layer}.{norm}.{kind}": (h,) for kind in kinds}
+        for name, (out, columns) in linears.items():
+            sizes[f"{layer}.{name}.weight"] = (*out, columns)
             if shape.biases == "all" or (shape.biases == "qkv" and "linear_qkv" in name):
                 sizes[f"{layer}.{name}.bias"] = out
     sizes |= {f"decoder.final_layernorm.{kind}": (h,) for kind in kinds}
-    return (
-        sizes if shape.tied_embeddings else {**sizes, "output_layer.weight": (shape.vocab_size, h)}
-    )
+    if not shape.tied_embeddings:
+        sizes["output_layer.weight"] = (shape.vocab_size, h)
+    return sizes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,7 +99,9 @@ class Piece:
 def initial_tensor(name: str, size: Iterable[int], plan: Plan) -> torch.Tensor:
     """The whole parameter `name` of canonical `size`, fp32, on the CPU."""
     size = tuple(size)
-    held = (2 * size[1], *size[2:]) if is_gated_fc1(name, plan.shape) else size
+    held = size
+    if is_gated_fc1(name, plan.shape):
+        held = (2 * size[1], *size[2:])
     return initial_range(name, held, 0, 1, plan, 0, math.prod(size)).view(size)
 
 
@@ -129,34 +129,30 @@ def initial_range(
         return torch.zeros(end - first)
     if "layernorm" in name:
         return torch.ones(end - first)
-    *counts, held = paired(
-        local, is_gated_fc1(name, plan.shape)
-    )  # gate and up count as one above the other
-    columns, width = (0, held), held
-    dim = split_dim(name) if dim is None else dim
+    # gate and up count as one above the other
+    *counts, held = paired(local, is_gated_fc1(name, plan.shape))
+    if dim is None:
+        dim = split_dim(name)
+    if dim is None:
+        rank, tp = 0, 1
+    deviation = plan.optimizer.init_std
+    columns = (0, held)
+    width = held
     if dim == 1:
-        rows, columns, width = np.arange(counts[0]), (held * rank, held * (rank + 1)), held * tp
+        rows = np.arange(counts[0])
+        columns = (held * rank, held * (rank + 1))
+        width = held * tp
+        deviation /= math.sqrt(2 * plan.shape.num_layers)
     else:
-        rank, tp = (rank, tp) if dim is not None else (0, 1)
-        own = np.arange(counts[-1]) + counts[-1] * rank
-        rows = np.concatenate([own + i * counts[-1] * tp for i in range(math.prod(counts[:-1]))])
+        each = counts[-1]
+        starts = each * (rank + tp * np.arange(math.prod(counts[:-1])))
+        rows = (starts[:, None] + np.arange(each)).reshape(-1)
     top = first // held
-    drawn = initial_block(name, rows[top : -(-end // held)], columns, width, plan, dim)
-    return drawn.view(-1)[first - top * held : end - top * held]
-
-
-def initial_block(
-    name: str, rows: np.ndarray, columns: tuple[int, int], width: int, plan: Plan, dim: int | None
-) -> torch.Tensor:
-    """The values, (R, columns), of these rows and columns of the matrix `name`, `width` wide and
-    split at `dim`.
-    """
-    key = np.frombuffer(hashlib.sha256(f"{plan.run.seed}/{name}".encode()).digest()[:16], np.uint64)
-    drawn = normals(key, rows, columns, width)
-    drawn *= np.float32(
-        plan.optimizer.init_std / (math.sqrt(2 * plan.shape.num_layers) if dim == 1 else 1.0)
-    )
-    return torch.from_numpy(drawn)
+    digest = hashlib.sha256(f"{plan.run.seed}/{name}".encode()).digest()[:16]
+    key = np.frombuffer(digest, np.uint64)
+    drawn = normals(key, rows[top : -(-end // held)], columns, width)
+    drawn *= np.float32(deviation)
+    return torch.from_numpy(drawn).view(-1)[first - top * held : end - top * held]
 
 
 def normals(key: np.ndarray, rows: np.ndarray, columns: tuple[int, int], width: int) -> np.ndarray:
@@ -167,8 +163,10 @@ def normals(key: np.ndarray, rows: np.ndarray, columns: tuple[int, int], width: 
     key between its two multiplications, so that the values of two keys are not one sequence,
     shifted.
     """
-    low, high, pairs = columns[0] // 2, -(-columns[1] // 2), -(-width // 2)
-    found = np.empty((len(rows), high - low, 2), np.float32)
+    low = columns[0] // 2
+    high = -(-columns[1] // 2)
+    pairs = -(-width // 2)
+    values = np.empty((len(rows), high - low, 2), np.float32)
     # 2^14 pairs at a time, so that temporary arrays fit in the processor's cache: 4.7 ns a value,
     # torch.randn has 6.1
     step = max(1, (1 << 14) // (high - low))
@@ -190,6 +188,6 @@ def normals(key: np.ndarray, rows: np.ndarray, columns: tuple[int, int], width: 
         np.sqrt(radius, out=radius)
         angle = bits[..., 0].astype(np.float32)
         angle *= np.float32(math.pi / 2**31)
-        np.multiply(radius, np.cos(angle), out=found[at : at + step, :, 0])
-        np.multiply(radius, np.sin(angle), out=found[at : at + step, :, 1])
-    return found.reshape(len(rows), -1)[:, columns[0] - 2 * low : columns[1] - 2 * low]
+        np.multiply(radius, np.cos(angle), out=values[at : at + step, :, 0])
+        np.multiply(radius, np.sin(angle), out=values[at : at + step, :, 1])
+    return values.reshape(len(rows), -1)[:, columns[0] - 2 * low : columns[1] - 2 * low]

@@ -39,13 +39,11 @@ def restore(states: dict[str, Any]) -> bool:
     if {len(text) // 2 for text in device} != {len(torch.cuda.get_rng_state())}:
         return False
     torch.set_rng_state(_state(states["cpu"]))
-    if (
-        torch.cuda.is_available()
-    ):  # without a GPU enable_cpu() made the CPU's generator stand for the card's
+    # without a GPU enable_cpu() made the CPU's generator stand for the card's
+    if torch.cuda.is_available():
         torch.cuda.set_rng_state(_state(states["cuda"]))
-    tensor_parallel.get_cuda_rng_tracker().set_states(
-        {n: _state(text) for n, text in states["tracked"].items()}
-    )
+    tracked = {name: _state(text) for name, text in states["tracked"].items()}
+    tensor_parallel.get_cuda_rng_tracker().set_states(tracked)
     return True
 
 
@@ -60,9 +58,8 @@ def _state(text: str) -> torch.Tensor:
 def seed_streams(seed: int) -> None:
     """Seed both streams of this rank by its stage and replica; megatron-core's groups must exist."""
     stage = parallel_state.get_pipeline_model_parallel_rank()
-    replica = parallel_state.get_data_parallel_rank(
-        with_context_parallel=True
-    )  # each part of a sequence has its own
+    # each part of a sequence has its own
+    replica = parallel_state.get_data_parallel_rank(with_context_parallel=True)
     # Further apart than megatron-core's own offset for the tensor-parallel stream, 2718 + rank.
     model_parallel_cuda_manual_seed(seed + 10**5 * stage + 10**8 * replica)
 
@@ -71,8 +68,6 @@ def sequence_stream(settings: TransformerConfig) -> AbstractContextManager[Any]:
     """A context that draws from the tensor-parallel stream where ranks divide a sequence: their
     masks must differ.
     """
-    return (
-        tensor_parallel.get_cuda_rng_tracker().fork()
-        if settings.sequence_parallel
-        else nullcontext()
-    )
+    if settings.sequence_parallel:
+        return tensor_parallel.get_cuda_rng_tracker().fork()
+    return nullcontext()

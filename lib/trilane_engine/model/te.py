@@ -13,15 +13,14 @@ import torch
 from megatron.core.extensions import transformer_engine as layers
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
 
 from trilane.config.plan import Plan
 from trilane.utils.validation import HostError
 
-Norm, ColumnLinear, RowLinear = (
-    layers.TENorm,
-    layers.TEColumnParallelLinear,
-    layers.TERowParallelLinear,
-)
+Norm = layers.TENorm
+ColumnLinear = layers.TEColumnParallelLinear
+RowLinear = layers.TERowParallelLinear
 
 
 def settings(plan: Plan) -> dict[str, Any]:
@@ -48,9 +47,8 @@ def start(plan: Plan, device: torch.device) -> None:
     """
     t = plan.topology
     if settings(plan)["transformer_impl"] != "local" and device.type != "cuda":
-        raise HostError(
-            f"device={device}: Transformer Engine (precision=fp8, overlap_tp, run.fused=te) needs a GPU"
-        )
+        asks = "Transformer Engine (precision=fp8, overlap_tp, run.fused=te)"
+        raise HostError(f"device={device}: {asks} needs a GPU")
     if t.overlap_tp:
         from transformer_engine.pytorch.module import base
 
@@ -69,5 +67,5 @@ class Core(layers.TEDotProductAttention):
     1 in a ring.
     """
 
-    def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         return super().forward(query, key, value, None, AttnMaskType.causal)

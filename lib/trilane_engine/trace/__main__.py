@@ -7,6 +7,8 @@ import os
 import sys
 from pathlib import Path
 
+from pandas import DataFrame
+
 from trilane.config.engines import require_trainable
 from trilane.config.plan import Plan, read_plan
 from trilane.costmodel.expected import compare
@@ -24,29 +26,25 @@ def main(argv: list[str]) -> int:
     """Arguments `PLAN TIMELINE|"" [--json]`. 0, or 2 with one line where nothing can be traced or
     written.
     """
-    path, lines, *options = argv
+    path, timeline_path, *options = argv
     try:
         plan = read_plan(path)
         require_traceable(plan)
         file = trace_file(plan, path)
-        require(
-            os.access(file.parent, os.W_OK),
-            "plan",
-            path,
-            "its folder cannot be written, where the trace is kept",
-        )
+        rule = "its folder cannot be written, where the trace is kept"
+        require(os.access(file.parent, os.W_OK), "plan", path, rule)
         trace = traced(plan)
         print(json.dumps(trace.to_json(), indent=1) if options else text(plan, trace), flush=True)
         replace_text(file, trace_text(trace))
-        if lines:
-            replace_text(Path(lines), json.dumps(timeline(trace, predict(plan).sec_per_it)) + "\n")
+        if timeline_path:
+            events = timeline(trace, predict(plan).sec_per_it)
+            replace_text(Path(timeline_path), json.dumps(events) + "\n")
         return 0
     except ValueError as error:
         print_refusal(error, "trilane: ")
     except OSError as error:
-        print_refusal(
-            ValueError(f"file={error.filename}: cannot be written ({error.strerror})"), "trilane: "
-        )
+        why = f"file={error.filename}: cannot be written ({error.strerror})"
+        print_refusal(ValueError(why), "trilane: ")
     return 2
 
 
@@ -79,9 +77,11 @@ def traced(plan: Plan, processes: int = 2) -> Trace:
 
     torch.set_num_threads(1)
     world.prepare(plan)
-    layers, last = stage_layers(plan.shape, plan.topology), plan.topology.pp - 1
-    kinds = [(stage == 0, stage == last, count) for stage, count in enumerate(layers)]
-    chosen = [kinds.index(kind) for kind in dict.fromkeys(kinds)]
+    last = plan.topology.pp - 1
+    first_of: dict[tuple[bool, bool, int], int] = {}
+    for stage, layers in enumerate(stage_layers(plan.shape, plan.topology)):
+        first_of.setdefault((stage == 0, stage == last, layers), stage)
+    chosen = list(first_of.values())
     with context("fork").Pool(min(processes, len(chosen)), maxtasksperchild=1) as pool:
         stages = pool.starmap(rank.trace_rank, [(plan, stage) for stage in chosen], 1)
     return Trace(
@@ -95,50 +95,23 @@ def traced(plan: Plan, processes: int = 2) -> Trace:
 
 
 def text(plan: Plan, trace: Trace) -> str:
-    """The trace for a person: a line a stage (GiB), and what is predicted of it."""
+    """The trace for a person: a line a stage (GiB), and what is predicted of it (bytes, FLOPs)."""
     parts = ("peak", "weights", "gradients", "optimizer", "activations", "buffers", "temporary")
-    rows = [["stage", "layers", *parts, "kernels", "PFLOP", "peak at"]]
-    for s in trace.stages:
-        held = [f"{getattr(s, f'{part}_bytes') / 2**30:.2f}" for part in parts]
-        rows.append(
-            [
-                str(s.stage),
-                str(s.layers),
-                *held,
-                f"{s.operations:,}",
-                f"{s.flops / 1e15:.4g}",
-                s.peak_at,
-            ]
-        )
-    lines = [*_aligned(rows), "", *_aligned(_compared(plan, trace))]
+    stages = []
+    for stage in trace.stages:
+        sizes = {part: getattr(stage, f"{part}_bytes") / 2**30 for part in parts}
+        counts = {"kernels": stage.operations, "PFLOP": stage.flops / 1e15}
+        names = {"stage": stage.stage, "layers": stage.layers, "peak at": stage.peak_at}
+        stages.append({**names, **sizes, **counts})
+    numbers = []
+    for one in compare(plan, trace):
+        pair = {"traced": one.traced, "predicted": one.predicted}
+        difference = f"{one.difference:+.1%}"
+        numbers.append({"stage": one.stage, "": one.quantity, **pair, "difference": difference})
     ran = f"{trace.traced_microbatches} of {trace.microbatches} microbatches"
-    return "\n".join([f"{plan.label}: {plan.engine}, {trace.gpus} ranks, {ran} ran", *lines])
-
-
-def _compared(plan: Plan, trace: Trace) -> list[list[str]]:
-    """Rows of what was traced, beside what the formulas expect."""
-    rows = [["stage", "in an iteration", "traced", "predicted", "difference"]]
-    units = {
-        "flops": (1e15, "PFLOP"),
-        "bytes": (1e9, "GB"),
-        "count": (1.0, ""),
-        "in flight": (1.0, "microbatches"),
-    }
-    for d in compare(plan, trace):
-        kind = d.quantity if d.quantity in units else d.quantity.rpartition(" ")[2]
-        unit, word = units.get(kind, (2**30, "GiB"))
-        cells = [f"{d.traced / unit:.4g}", f"{d.predicted / unit:.4g}", f"{d.difference:+.1%}"]
-        known = ["-" if "nan" in cell else cell for cell in cells]
-        rows.append([str(d.stage), f"{d.quantity}, {word}".rstrip(", "), *known])
-    return rows
-
-
-def _aligned(rows: list[list[str]]) -> list[str]:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [
-        "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True))
-        for row in rows
-    ]
+    head = f"{plan.label}: {plan.engine}, {trace.gpus} ranks, {ran} ran"
+    tables = [DataFrame(rows).to_string(index=False) for rows in (stages, numbers)]
+    return "\n\n".join([head, *tables])
 
 
 if __name__ == "__main__":

@@ -26,7 +26,8 @@ def trace_rank(plan: Plan, stage: int) -> TracedStage:
     optimizer's states.
     """
     t = plan.topology
-    rank, (few, many) = stage * t.gpus // t.pp, traced_microbatches(plan)
+    rank = stage * t.gpus // t.pp
+    few, many = traced_microbatches(plan)
     recorder = Recorder(functools.cache(functools.partial(group_name, t)))
     with fake_tensor.FakeTensorMode(allow_non_fake_inputs=True), recorder, _refused(plan):
         engine = build(plan, fake.join(plan, rank, recorder))
@@ -42,9 +43,8 @@ def trace_rank(plan: Plan, stage: int) -> TracedStage:
     totals = {
         name: value + more * (value - before[name]) for name, value in recorder.totals.items()
     }
-    return _stage(
-        recorder, totals, stage=stage, rank=rank, layers=stage_layers(plan.shape, t)[stage]
-    )
+    layers = stage_layers(plan.shape, t)[stage]
+    return _stage(recorder, totals, stage=stage, rank=rank, layers=layers)
 
 
 @contextlib.contextmanager
@@ -57,10 +57,8 @@ def _refused(plan: Plan) -> Iterator[None]:
         fake_tensor.DynamicOutputShapeException,
         fake_tensor.UnsupportedOperatorException,
     ) as error:
-        field, value = ("layer", plan.layer.name) if plan.layer else ("engine", plan.engine)
-        raise ValueError(
-            f"{field}={value}: {error.func} needs values, and a trace has none"
-        ) from None
+        name = f"layer={plan.layer.name}" if plan.layer else f"engine={plan.engine}"
+        raise ValueError(f"{name}: {error.func} needs values, and a trace has none") from None
 
 
 def traced_microbatches(plan: Plan) -> tuple[int, int]:
@@ -68,31 +66,28 @@ def traced_microbatches(plan: Plan) -> tuple[int, int]:
     multiples with chunks.
     """
     t = plan.topology
-    unit = t.pp if t.interleaving > 1 else 1
-    return min(unit, t.microbatches), min(2 * unit if unit > 1 else t.pp + 1, t.microbatches)
+    few, many = 1, t.pp + 1
+    if t.interleaving > 1:
+        few, many = t.pp, 2 * t.pp
+    return min(few, t.microbatches), min(many, t.microbatches)
 
 
 def group_name(t: Topology, ranks: tuple[int, ...]) -> str:
     """The axes along which ranks differ, such as "tp-pp"; `dp` is with cp. They run tp fastest,
     then cp, dp, pp.
     """
-    places = dict(
-        zip(
-            ("pp", "dp", "cp", "tp"), np.unravel_index(ranks, (t.pp, t.dp, t.cp, t.tp)), strict=True
-        )
-    )
-    spans = [axis for axis in ("tp", "cp", "dp", "pp") if len(set(places[axis])) > 1]
-    return "-".join(axis for axis in spans if axis != "cp" or "dp" not in spans)
+    places = np.unravel_index(ranks, (t.pp, t.dp, t.cp, t.tp))
+    pp, dp, cp, tp = [len(set(place)) > 1 for place in places]
+    spans = {"tp": tp, "cp": cp and not dp, "dp": dp, "pp": pp}
+    return "-".join(axis for axis, differs in spans.items() if differs)
 
 
 def _step(engine: Engine, plan: Plan, count: int) -> None:
-    tokens = [
-        torch.zeros((plan.topology.mbs, plan.shape.seq_length), dtype=torch.long)
-        for _ in range(2 * count)
-    ]
-    microbatches = [
-        Microbatch(tokens=x, labels=y) for x, y in zip(tokens[::2], tokens[1::2], strict=True)
-    ]
+    size = (plan.topology.mbs, plan.shape.seq_length)
+    microbatches = []
+    for _ in range(count):
+        tokens = torch.zeros(size, dtype=torch.long)
+        microbatches.append(Microbatch(tokens=tokens, labels=torch.zeros_like(tokens)))
     engine.step(microbatches, plan.optimizer.lr)
 
 
@@ -112,22 +107,22 @@ def _assign(engine: Engine, recorder: Recorder) -> None:
 
 def _stage(recorder: Recorder, totals: dict[Any, float], **given: Any) -> TracedStage:
     held: Any = recorder.held()
-    groups = [
-        Collective(kind=kind, group=group, count=round(count), bytes=totals[kind, group, "bytes"])
-        for (kind, group), count in sorted(
-            (name[:2], n) for name, n in totals.items() if name[2:] == ("count",)
-        )
-    ]
+    flops = totals.pop("flops")
+    operations = totals.pop("operations")
+    groups = []
+    for kind, group in sorted({(kind, group) for kind, group, _ in totals}):
+        count = round(totals[kind, group, "count"])
+        size = totals[kind, group, "bytes"]
+        groups.append(Collective(kind=kind, group=group, count=count, bytes=size))
+    of_first = [size for (microbatch, _), size in recorder.each.items() if microbatch == 0]
     return TracedStage(
         **given,
         **{f"{kind}_bytes": held[kind] for kind in (*STATES, ACTIVATIONS, TEMPORARY)},
         peak_bytes=recorder.peak,
         peak_at=recorder.peak_at,
-        activations_each_bytes=sum(
-            size for (microbatch, _), size in recorder.each.items() if microbatch == 0
-        ),
-        flops=totals["flops"],
-        operations=round(totals["operations"]),
+        activations_each_bytes=sum(of_first),
+        flops=flops,
+        operations=round(operations),
         collectives=tuple(groups),
         schedule=tuple(recorder.schedule),
     )

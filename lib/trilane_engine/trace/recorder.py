@@ -1,5 +1,8 @@
 """Recorder: every operation of one rank as it runs, and the bytes that are alive, by what they are
 for.
+
+torch's own MemTracker takes no module of megatron-core's DDP, whose `buffers` is a list, and its
+CommDebugMode counts calls without bytes and groups.
 """
 
 import contextlib
@@ -13,6 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
 from trilane.costmodel.trace import Pass
@@ -20,9 +24,11 @@ from trilane_engine import phases
 from trilane_engine.patches import TorchDispatchMode, storage_key, tensors_of
 
 STATES = ("weights", "gradients", "optimizer", "buffers")  # alive between iterations
-ACTIVATIONS, TEMPORARY = "activations", "temporary"
+ACTIVATIONS = "activations"
+TEMPORARY = "temporary"
+FORWARD = "forward"
 PASSES = {
-    phases.FORWARD: "forward",
+    phases.FORWARD: FORWARD,
     phases.BACKWARD: "backward",
     phases.OPTIMIZER: "optimizer step",
 }
@@ -41,16 +47,8 @@ COLLECTIVES = {
     "recv_": "receive",
 }
 aten: Any = torch.ops.aten
-NO_KERNEL = {
-    "empty",
-    "empty_strided",
-    "empty_like",
-    "new_empty",
-    "new_empty_strided",
-    "detach",
-    "_unsafe_view",
-    "set_",
-}
+NO_KERNEL = {"empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided"}
+NO_KERNEL |= {"detach", "_unsafe_view", "set_"}
 
 
 @dataclass(eq=False)
@@ -76,38 +74,44 @@ class Recorder(TorchDispatchMode):
 
     def __init__(self, group_name: Callable[[tuple[int, ...]], str]) -> None:
         super().__init__()
-        self._group_name, self._alive, self._references = (
-            group_name,
-            dict[int, Block](),
-            dict[int, Any](),
-        )
-        self._parameters: list[torch.Tensor] = []
-        self._zeros = set[int]()  # storages whose scalar must read 0: no gradient is infinite
+        self._group_name = group_name
+        self._alive: dict[int, Block] = {}
+        self._references: dict[int, Any] = {}
+        self._parameters: list[Tensor] = []
+        self._zeros: set[int] = set()  # storages whose scalar must read 0: no gradient is infinite
+        self._now = ""
+        self._hidden = False
         self._stops = phases.subscribe(self._phase_changed)
-        self._now, self._hidden = "", False
         self.begin()
 
     def begin(self) -> None:
         """Begin an iteration: nothing is counted so far; what is alive and has no kind is a buffer."""
         self._blocks = [*self._alive.values()]
         for block in self._blocks:
-            block.kind, block.born = block.kind if block.kind in STATES else "buffers", 0
-        self.peak, self.peak_at, self._peak_time = 0, "", 0
-        self._time, self._bytes = 0, sum(block.size for block in self._blocks)
-        self.totals: Any = Counter()
-        self.schedule = list[Pass]()  # totals: FLOPs, kernels, sent by kind and group
-        self.each = dict[
-            tuple[int, int], int
-        ]()  # activations of a microbatch and chunk when its backward begins
-        self._forwards, self._inside, self._passes = Counter[int](), (0, 0), 0
+            block.born = 0
+            if block.kind not in STATES:
+                block.kind = "buffers"
+        self._time = 0
+        self._bytes = sum(block.size for block in self._blocks)
+        self.peak = 0
+        self.peak_at = ""
+        self._peak_time = 0
+        self.totals: Any = Counter()  # FLOPs, kernels, sent by kind and group
+        self.schedule: list[Pass] = []
+        # activations of a microbatch and chunk when its backward begins
+        self.each: dict[tuple[int, int], int] = {}
+        self._forwards = Counter[int]()
+        self._inside = (0, 0)
+        self._passes = 0
         self._begin_pass("")
 
     def held(self) -> Counter[str]:
         """The bytes of each kind that were alive at the peak."""
-        found = Counter[str]()
+        sizes = Counter[str]()
         for block in self._blocks:
-            found[block.kind] += block.size * (block.born <= self._peak_time < block.died)
-        return found
+            if block.born <= self._peak_time < block.died:
+                sizes[block.kind] += block.size
+        return sizes
 
     def watch(self, modules: Iterable[torch.nn.Module]) -> None:
         """Name passes by the calls of these model chunks, and gradients as such when autograd has
@@ -126,7 +130,8 @@ class Recorder(TorchDispatchMode):
     def assign(self, kind: str, *tensors: Any) -> None:
         """What the storages of these tensors, or trees of them, are for."""
         for tensor in tensors_of(tensors):
-            if block := self._alive.get(storage_key(tensor)):
+            block = self._alive.get(storage_key(tensor))
+            if block:
                 block.kind = kind
 
     # passes
@@ -138,40 +143,44 @@ class Recorder(TorchDispatchMode):
             self._begin_pass(now)
 
     def _begin_pass(self, kind: str) -> None:
-        self._now, self._begun, self._pass_peak = kind, self.totals.copy(), 0
+        self._now = kind
+        self._begun = self.totals.copy()
+        self._pass_peak = 0
         self._passes += 1
         self._kept = Counter[tuple[int, int]]()
         for block in self._alive.values():
-            self._kept[block.owner] += block.size * (block.kind == ACTIVATIONS)
+            if block.kind == ACTIVATIONS:
+                self._kept[block.owner] += block.size
 
     def _end_pass(self) -> None:
         """What a forward pass leaves alive is kept for its backward pass, but for weights that
         ZeRO-3 has gathered.
         """
-        if self._now == "forward":
+        if self._now == FORWARD:
             gathered = {storage_key(parameter) for parameter in self._parameters}
             for number, block in self._alive.items():
                 if block.inside == self._passes and block.kind == TEMPORARY:
-                    block.kind, block.owner = (
-                        ("buffers" if number in gathered else ACTIVATIONS),
-                        self._inside,
-                    )
-        done = self.totals - self._begun
-        if (
-            self._now and done["operations"]
-        ):  # DeepSpeed's step() after each microbatch does nothing
-            microbatch, chunk = self._inside if self._now != "optimizer step" else (-1, 0)
-            counted: Any = {
-                "operations": done["operations"],
-                "flops": done["flops"],
-                "peak_bytes": self._pass_peak,
-            }
-            self.schedule.append(
-                Pass(kind=self._now, microbatch=microbatch, chunk=chunk, **counted)
+                    block.kind = "buffers" if number in gathered else ACTIVATIONS
+                    block.owner = self._inside
+        operations = self.totals["operations"] - self._begun["operations"]
+        if not self._now or not operations:  # DeepSpeed's step() after each microbatch is empty
+            return
+        microbatch, chunk = self._inside
+        if self._now == PASSES[phases.OPTIMIZER]:
+            microbatch, chunk = -1, 0
+        self.schedule.append(
+            Pass(
+                kind=self._now,
+                microbatch=microbatch,
+                chunk=chunk,
+                operations=operations,
+                flops=self.totals["flops"] - self._begun["flops"],
+                peak_bytes=self._pass_peak,
             )
+        )
 
     def _chunk_begins(self, chunk: int) -> None:
-        if self._now == "forward":  # a recomputation calls no whole chunk
+        if self._now == FORWARD:  # a recomputation calls no whole chunk
             self._inside = (self._forwards[chunk], chunk)
             self._forwards[chunk] += 1
 
@@ -180,42 +189,43 @@ class Recorder(TorchDispatchMode):
         pass.
         """
         owner = self._inside
-        for made in tensors_of(out):
-            if made.requires_grad:
-                made.register_hook(lambda gradient: self._backward_of(owner))
+        for tensor in tensors_of(out):
+            if tensor.requires_grad:
+                tensor.register_hook(lambda gradient: self._backward_of(owner))
 
     def _backward_of(self, owner: tuple[int, int]) -> None:
         self._inside = owner
         self.each.setdefault(owner, self._kept[owner])
 
     def _where(self) -> str:
-        if self._now in ("forward", "backward"):
-            microbatch, chunk = self._inside
-            return f"{self._now} of microbatch {microbatch}" + f", chunk {chunk}" * (
-                len(self._forwards) > 1
-            )
-        return self._now or phases.current() or "between passes"
+        if self._now not in (FORWARD, PASSES[phases.BACKWARD]):
+            return self._now or phases.current() or "between passes"
+        microbatch, chunk = self._inside
+        text = f"{self._now} of microbatch {microbatch}"
+        return text if len(self._forwards) == 1 else f"{text}, chunk {chunk}"
 
     # operations
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
         if func.namespace == "prim" or self._hidden:
-            return func(*args, **(kwargs or {}))
+            return func(*args, **kwargs)
         if func is aten._local_scalar_dense.default:
             return self._scalar(args[0])
         if func is aten.equal.default:
             return True
-        out = func(*args, **(kwargs or {}))
+        out = func(*args, **kwargs)
         given = tensors_of((args, kwargs))
         if func.namespace == "c10d":
             self._collective(func, args, given)
         elif is_kernel(func):
             self.totals["operations"] += 1
-            self.totals["flops"] += flops_of(func, args, kwargs or {}, out)
+            self.totals["flops"] += flops_of(func, args, kwargs, out)
         if func is aten._amp_foreach_non_finite_check_and_unscale_.default:
             self._zeros.add(storage_key(args[1]))
-        if self._now == "forward":
-            for block in (self._alive.get(storage_key(x)) for x in given):
+        if self._now == FORWARD:
+            for tensor in given:
+                block = self._alive.get(storage_key(tensor))
                 if block and block.received and block.kind == TEMPORARY:
                     block.inside = self._passes
         self._follow(out)
@@ -231,7 +241,7 @@ class Recorder(TorchDispatchMode):
         self._hidden = False
         self.totals["operations"] += 1
 
-    def _scalar(self, tensor: torch.Tensor) -> Any:
+    def _scalar(self, tensor: Tensor) -> Any:
         """The value of a scalar: a constant's own; else 1, and 0 for whether a gradient is
         infinite.
         """
@@ -242,11 +252,12 @@ class Recorder(TorchDispatchMode):
             return False if tensor.dtype == torch.bool else 0
         return float(storage_key(tensor) not in self._zeros)
 
-    def _follow(self, made: Any) -> None:
-        for tensor in tensors_of(made):
-            number, storage = storage_key(tensor), tensor.untyped_storage()
+    def _follow(self, tree: Any) -> None:
+        for tensor in tensors_of(tree):
+            number = storage_key(tensor)
             if number in self._alive:
                 continue
+            storage = tensor.untyped_storage()
             self._time += 1
             block = Block(storage.nbytes(), TEMPORARY, self._passes, not self._now, self._time)
             self._alive[number] = block
@@ -255,7 +266,9 @@ class Recorder(TorchDispatchMode):
             self._bytes += block.size
             self._pass_peak = max(self._pass_peak, self._bytes)
             if self._bytes > self.peak:
-                self.peak, self.peak_at, self._peak_time = self._bytes, self._where(), self._time
+                self.peak = self._bytes
+                self.peak_at = self._where()
+                self._peak_time = self._time
 
     def _freed(self, number: int, _: Any) -> None:
         block = self._alive.pop(number)
@@ -263,27 +276,25 @@ class Recorder(TorchDispatchMode):
         block.died = self._time + 1
         self._bytes -= block.size
 
-    def _collective(self, func: Any, args: Any, given: list[torch.Tensor]) -> None:
+    def _collective(self, func: Any, args: Any, given: list[Tensor]) -> None:
         name = func.overloadpacket.__name__
         group = dist.ProcessGroup.unbox(next(x for x in args if isinstance(x, torch.ScriptObject)))
         ranks = tuple(dist.get_process_group_ranks(group))
-        if len(ranks) > 1 and name in COLLECTIVES:
-            # of what is gathered or scattered the whole is the largest tensor, or the list of parts
-            sizes = [x.numel() * x.element_size() for x in given]
-            size = (
-                max(max(sizes), sum(sizes) / 2)
-                if name in ("allgather_", "reduce_scatter_")
-                else max(sizes)
-            )
-            kind, known = COLLECTIVES[name], self._group_name(ranks)
-            if kind in ("send", "receive"):  # neighbours may use the group of all ranks
-                known = "pp"
-            elif (
-                kind == "all-reduce" and known == "pp" and size > 8
-            ):  # its two ends, on two stages all of it
-                known = "embedding"
-            self.totals[kind, known, "count"] += 1
-            self.totals[kind, known, "bytes"] += size
+        if len(ranks) == 1 or name not in COLLECTIVES:
+            return
+        kind = COLLECTIVES[name]
+        sizes = [x.numel() * x.element_size() for x in given]
+        size: float = max(sizes)
+        if name in ("allgather_", "reduce_scatter_"):
+            # the whole is the largest tensor, or the list of parts
+            size = max(size, sum(sizes) / 2)
+        group_name = self._group_name(ranks)
+        if kind in ("send", "receive"):  # neighbours may use the group of all ranks
+            group_name = "pp"
+        elif kind == "all-reduce" and group_name == "pp" and size > 8:  # bytes of a number
+            group_name = "embedding"  # its two ends, on two stages all of it
+        self.totals[kind, group_name, "count"] += 1
+        self.totals[kind, group_name, "bytes"] += size
 
 
 @functools.cache
@@ -300,9 +311,9 @@ def flops_of(func: Any, args: Any, kwargs: Any, out: Any) -> float:
     not, as in the formulas of costmodel/layers.py. Everything else counts 0.
     """
     name = func.name()
-    if "attention" in name and "scaled_dot_product" in name:
-        backward = "backward" in name
-        query, keys = (args[1], args[2]) if backward else (args[0], args[1])
-        return 4.0 * (1 + backward) * math.prod(query.shape) * keys.shape[2]
+    if "scaled_dot_product" in name and "attention" in name:
+        if "backward" in name:  # after the gradient
+            return 8.0 * math.prod(args[1].shape) * args[2].shape[2]
+        return 4.0 * math.prod(args[0].shape) * args[1].shape[2]
     formula = flop_registry.get(func.overloadpacket)
     return float(formula(*args, **kwargs, out_val=out)) if formula else 0.0

@@ -10,14 +10,15 @@ import importlib
 import inspect
 import os
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from trilane.config.plan import Plan
 from trilane_engine import patches
-from trilane_engine.patches import storage_key
+from trilane_engine.patches import storage_key, tree_map_only
 from trilane_engine.trace.recorder import Recorder
 from trilane_engine.world import World
 
@@ -49,7 +50,8 @@ def prepare(plan: Plan) -> None:
 
 def join(plan: Plan, rank: int, recorder: Recorder) -> World:
     """This process, prepared, as `rank` of the plan's ranks."""
-    size, each = plan.topology.gpus, plan.cluster.gpus_per_node
+    size = plan.topology.gpus
+    each = plan.cluster.gpus_per_node
     place = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": rank % each, "LOCAL_WORLD_SIZE": each}
     os.environ.update({name: str(number) for name, number in place.items()})  # DeepSpeed reads them
     patches.join_fake_group(rank, size)
@@ -72,30 +74,30 @@ def join(plan: Plan, rank: int, recorder: Recorder) -> World:
 
 
 def rms_norm(
-    x: torch.Tensor, size: Any, weight: torch.Tensor | None = None, eps: float | None = None
-) -> torch.Tensor:
+    x: Tensor, size: Any, weight: Tensor | None = None, eps: float | None = None
+) -> Tensor:
     return torch.native_layer_norm(x, list(size), weight, None, eps or 1e-6)[0]
 
 
-def dropout(
-    x: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
-) -> torch.Tensor:
+def dropout(x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
     return torch.native_dropout(x, p, training)[0] if p and training else x
 
 
-def attention(plain: Callable[..., torch.Tensor], has_flash: bool) -> Callable[..., torch.Tensor]:
+def attention(plain: Callable[..., Tensor], has_flash: bool) -> Callable[..., Tensor]:
     """scaled_dot_product_attention as torch chooses its kernel on the card; `plain` where both
     kernels are off.
     """
 
     def attend(
         q: Any, k: Any, v: Any, attn_mask: Any = None, dropout_p: float = 0.0, **options: Any
-    ) -> torch.Tensor:
-        causal, backends = options.get("is_causal", False), torch.backends.cuda
+    ) -> Tensor:
+        backends = torch.backends.cuda
+        causal = options.get("is_causal", False)
         # of a part of a sequence (context.causal_mask() on a CPU): CUDA's kernels have it as
         # `causal`
         if attn_mask is not None and attn_mask.dtype == torch.bool:
-            attn_mask, causal = None, True
+            attn_mask = None
+            causal = True
         fits = q.dtype != torch.float32 and q.shape[-1] % 8 == 0 and q.shape[-1] <= 256
         if has_flash and fits and attn_mask is None and backends.flash_sdp_enabled():
             return aten._scaled_dot_product_flash_attention(q, k, v, dropout_p, causal)[0]
@@ -121,36 +123,34 @@ class _Compiled(torch.autograd.Function):
     def forward(ctx: Any, recorder: Recorder, function: Callable[..., Any], *inputs: Any) -> Any:
         read = set[int]()  # no tensors: a graph's hook that holds its tensors is never freed
         with recorder.one_kernel() as finish:
-            given = [
-                x.detach().requires_grad_(x.requires_grad) if isinstance(x, torch.Tensor) else x
-                for x in inputs
-            ]
+            given = tree_map_only(
+                Tensor, lambda x: x.detach().requires_grad_(x.requires_grad), inputs
+            )
 
-            def note(x: torch.Tensor) -> None:
+            def note(x: Tensor) -> None:
                 if x.is_floating_point():
                     read.add(storage_key(x))
 
             hooks = torch.autograd.graph.saved_tensors_hooks(note, lambda x: x)
             with torch.enable_grad(), hooks:
                 out = function(*given)
-            out = tuple(x.detach() for x in out) if isinstance(out, tuple) else out.detach()
+            out = tree_map_only(Tensor, Tensor.detach, out)
         finish(out)
-        tensors = [x for x in inputs if isinstance(x, torch.Tensor)]
+        tensors = [x for x in inputs if isinstance(x, Tensor)]
         between = read - {storage_key(x) for x in tensors}
         ctx.save_for_backward(*(x for x in tensors if between or storage_key(x) in read))
-        ctx.like = [(x.shape, x.dtype) if isinstance(x, torch.Tensor) else None for x in inputs]
+        ctx.like = tree_map_only(Tensor, lambda x: (x.shape, x.dtype), inputs)
         ctx.recorder = recorder
         return out
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         with ctx.recorder.one_kernel() as finish:
-            needed = zip(ctx.like, ctx.needs_input_grad[2:], strict=True)
-            made = [
-                torch.empty(like[0], dtype=like[1]) if needs else None for like, needs in needed
-            ]
-        finish(made)
-        return None, None, *made
+            gradients_of: list[Tensor | None] = []
+            for like, needs in zip(ctx.like, ctx.needs_input_grad[2:], strict=True):
+                gradients_of.append(torch.empty(like[0], dtype=like[1]) if needs else None)
+        finish(gradients_of)
+        return None, None, *gradients_of
 
 
 def _as_on_card(plan: Plan, recorder: Recorder) -> None:
@@ -161,13 +161,11 @@ def _as_on_card(plan: Plan, recorder: Recorder) -> None:
         """In place of torch.compile: a function of tensors is one kernel; what is no plain function
         stays as it is.
         """
-        is_plain = inspect.isfunction(function)
-        return (
-            (lambda *inputs: _Compiled.apply(recorder, function, *inputs)) if is_plain else function
-        )
+        if not inspect.isfunction(function):
+            return function
+        return lambda *inputs: _Compiled.apply(recorder, function, *inputs)
 
-    major, minor = plan.cluster.gpu.compute_capability
-    fused.capability, fused.COMPILE = (lambda device: (major, minor)), cast(Any, compiled)
-    kernels: dict[str, Callable[..., Any]] = {"rms_norm": rms_norm, "dropout": dropout}
-    kernels["scaled_dot_product_attention"] = attention(F.scaled_dot_product_attention, major >= 8)
-    patches.put(F, **kernels)
+    card = plan.cluster.gpu.compute_capability
+    patches.put(fused, capability=lambda device: card, COMPILE=compiled)
+    attend = attention(F.scaled_dot_product_attention, has_flash=card >= (8, 0))
+    patches.put(F, rms_norm=rms_norm, dropout=dropout, scaled_dot_product_attention=attend)
