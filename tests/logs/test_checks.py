@@ -38,9 +38,6 @@ def titan(norm=1.5, tflops=312.5, mfu=31.6):
     )
 
 
-NORM = " iteration {:8d}/     200 | elapsed time per iteration (ms): 2000.0 | grad norm: nan |\n"
-SKIP = NORM.replace("grad norm: nan", "number of skipped iterations:   1")
-
 RIGHT = {
     "every iteration": lines(),
     "a rate of tokens": SIZES + lines(more=RATE.format(4 * 2048 / 2 / 8, 2048)),
@@ -49,8 +46,6 @@ RIGHT = {
     + "".join(line(i, 8.5, batch=8, used=80 + 8 * (i - 20)) for i in range(21, 50)),
     "torchtitan": titan(),
     "an MFU that is not measured yet": titan(mfu=-100.0) + titan().replace("step:  ", "step: 1"),
-    "a norm that is not computed": titan(norm=0.0),
-    "a search for the loss scale": lines(9) + "".join(SKIP.format(i) for i in range(10, 42)),
     "a start that diverges": line(1, 12.4) + "".join(line(i, 33.1 - i / 9) for i in range(2, 20)),
 }
 FAULTS = {
@@ -73,11 +68,6 @@ FAULTS = {
     "rate of samples": (
         "samples_per_second",
         SIZES + lines(step=10, ms=20000.0, more="samples per second: 2.000 | "),
-    ),
-    "trouble: a norm of NaN without a loss": ("grad_norm", lines(9) + NORM.format(10)),
-    "trouble: nothing but skipped": (
-        "skipped",
-        lines(9) + "".join(SKIP.format(i) for i in range(10, 43)),
     ),
     "count of iterations": ("iteration", lines(batch=100, each=111)),
 }

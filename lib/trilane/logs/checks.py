@@ -31,8 +31,6 @@ BY_MEDIAN = ("sec_per_it", "flops_per_s_per_gpu")  # as any iteration may wait
 HARMLESS = ("lm_loss", "grad_norm", "learning_rate", "mfu")
 # names of the batch among arguments
 BATCH = ("deepspeed.train_batch_size", "total_train_batch_size", "train_batch_size")
-# a loss scale of 2^32, where the search for it begins, is 1 after so many halvings
-MAX_SKIPPED = 32
 ROUNDED = 1e12  # FLOP/s: programs print tenths of a TFLOP/s; below one, rounding decides
 CARD = 1.02  # a catalogue's memory is rounded to whole GB or GiB
 # seconds of an iteration that are plausible, where samples per second contradict them
@@ -64,7 +62,6 @@ def problems(run: PartialRun, columns: Columns) -> tuple[Problem, ...]:
     every: list[tuple[str, str, str]] = []
     if run.rows:
         every += _bounds(columns)
-        every += _trouble(columns)
         every += _counts(columns, run.arguments)
     if UNNUMBERED in run.notes:
         every.append(("unnumbered", "iteration", UNNUMBERED))
@@ -89,32 +86,6 @@ def _bounds(columns: Columns) -> Found:
             iteration = columns["iteration"][at]
             where = f" at iteration {iteration:.0f}" if iteration == iteration else ""
             yield "bounds", name, f"{numbers[at]:.6g}{where}: {message}"
-
-
-def _trouble(columns: Columns) -> Found:
-    """Numbers that are possible, and mean that nothing is learned."""
-    number = columns["iteration"]
-    none = np.full(len(number), NAN)
-    norm = columns.get("grad_norm", none)
-    skipped = columns.get("skipped", none)
-    # a program that does not compute the norm prints 0 on every line (Megatron-DeepSpeed of 2021)
-    is_zero = (norm == 0) & (norm > 0).any()
-    is_nan = np.isnan(norm) & (columns.get("nan", none) > 0) & ~(skipped > 0)
-    faults = {"exactly 0: no gradient arrives": is_zero}
-    if "grad_norm" in columns:
-        faults["NaN: so are the weights from here on"] = is_nan
-    for meaning, is_odd in faults.items():
-        if is_odd.any():
-            where = f"iteration {number[is_odd.argmax()]:.0f}; {is_odd.sum()} in all"
-            yield "trouble", "grad_norm", f"{meaning} ({where})"
-    is_skipped = skipped >= np.diff(number, prepend=number[0] - 1)
-    edges = np.flatnonzero(np.diff(is_skipped, prepend=False, append=False))
-    for first, end in edges.reshape(-1, 2):
-        count = number[end - 1] - number[first] + 1
-        if count > MAX_SKIPPED:
-            text = f"{count:.0f} iterations in a row from {number[first]:.0f} on"
-            yield "trouble", "skipped", text
-            return
 
 
 def _counts(columns: Columns, arguments: Mapping[str, Value]) -> Found:

@@ -2,7 +2,6 @@
 
 import codecs
 import gzip
-import os
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,8 +23,7 @@ def blocks(path: Path, notes: list[str] | None = None) -> Iterator[bytes]:
 
     A truncated gzip file is read as far as possible, which is added to `notes`. Leading zero bytes,
     left when a log is emptied while it is being written, are skipped. Raises ValueError for a
-    missing, empty or binary file, for a damaged gzip file, and for one that becomes shorter while
-    it is read: its blocks are of two logs.
+    missing, empty or binary file, and for a damaged gzip file.
     """
     require_file("log", path)
     with path.open("rb") as raw:
@@ -49,8 +47,6 @@ def blocks(path: Path, notes: list[str] | None = None) -> Iterator[bytes]:
             cut = cut or len(data)
             yield rest + data[:cut]
             rest = data[cut:]
-        is_whole = os.fstat(raw.fileno()).st_size >= raw.tell()
-        require(is_whole, "log", path, "became shorter while it was read; read it again")
         require(size > 0, "log", path, "is empty")
         require(has_begun, "log", path, "is a binary file, not a log")
         if rest:
