@@ -1,6 +1,5 @@
 """The pre-flight check refuses what would be paid for in GPU hours: each rule, with its remedy."""
 
-import json
 import os
 from collections.abc import Callable, Collection
 from dataclasses import replace
@@ -9,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from trilane.cli.app import main
 from trilane.config.cluster import cluster
 from trilane.config.model import parse_shape
 from trilane.config.parallelism import Topology
@@ -244,13 +242,11 @@ APPEND = "#SBATCH --open-mode=append"
         ("#!/usr/bin/env bash", "#!/tmp/bash", REFUSAL),
         (APPEND, f"{APPEND}\n#SBATCH --nice=10", WARNING),
         (APPEND, f"{APPEND}\n#SBATCH --nice=10 --outp /home/me/.bashrc", REFUSAL),
-        (APPEND, f"{APPEND}\n#SBATCH -He/home/me/.bashrc", REFUSAL),
         (APPEND, f'{APPEND}\n#SBATCH "--outp" /home/me/.bashrc', REFUSAL),
         ("set -euo pipefail", "# a note\nset -euo pipefail", WARNING),
         ('    trap "" USR1', f"    # '; {CURL}; : '\n    trap \"\" USR1", REFUSAL),
         ("set -euo pipefail", f"{' ' * 200}{CURL}\nset -euo pipefail", REFUSAL),
         ("set -euo pipefail", f"set -euo pipefail\u2028#;{CURL}", REFUSAL),
-        ("set -euo pipefail", f"set -euo pipefail\f#;{CURL}", REFUSAL),
     ],
 )
 def test_a_script_with_other_commands_is_shown_and_submitted_only_when_that_is_accepted(
@@ -285,9 +281,7 @@ LACKS = "launcher=ft_launcher: needs nvidia-resiliency-ext in "
     ("megatron", "others", "launcher", "fused", "message"),
     [
         ("0.16.1", {}, "ft_launcher", "", LACKS),
-        ("0.16.1", {}, "torchrun", "", ""),
         ("0.16.1", {"nvidia_resiliency_ext": "0.4.1"}, "ft_launcher", "", ""),
-        ("0.17.1", {}, "torchrun", "", ""),
         ("0.19.2", {}, "torchrun", "", "triton=missing: megatron-core 0.19.2 in "),
         (
             "0.19.2",
@@ -351,17 +345,14 @@ def test_what_somebody_else_owns_or_may_write_is_refused(name: str, folder: Path
         ("--account=xyz@a100", "--account=abc@a100", "--account=xyz@a100 is needed"),
         ("--nproc-per-node=8", "--nproc-per-node=4", "4 processes per node: the plan's 16 GPUs"),
         ("#SBATCH --gres=gpu:8\n", "", "--gres=gpu:8 is needed"),
-        ("#SBATCH --nodes=2\n", "", "--nodes=2 is needed"),
         ("#SBATCH --constraint=a100\n", "", "--constraint=... is needed"),
         ("#SBATCH --cpus-per-task=64\n", "", "--cpus-per-task=... is needed"),
         ("--time=20:00:00", "--time=UNLIMITED", "no time limit, qos_gpu_a100-t3 allows 20 h"),
         ("--time=20:00:00", "--time 1200:00  # twenty hours", ""),
         ("--time=20:00:00", "-t 0-20", ""),
-        ("--time=20:00:00", "-t100:00:00", "--time=20:00:00 is needed"),
         ("--time=20:00:00", "--time=20h", "time_limit='20h': must be a time in a form of sbatch"),
         ("--gres=gpu:8", "--gpus-per-node=a100:8", ""),
         ("--gres=gpu:8", "--gres=gpu:a100:4", "job.sbatch has --gres=gpu:a100:4"),
-        ("--nodes=2\n#SBATCH ", "--nodes=2 ", ""),
         ("--nodes=2", "-N 2-2 # and not --nodes=3", ""),
         ("--nodes=2", "--nodes=2 --comment='two", "cannot be read: No closing quotation"),
         ("set -euo pipefail", "set -euo pipefail\n#SBATCH --nodes=3", ""),
@@ -391,23 +382,3 @@ def test_a_checkpoint_of_another_model_is_refused_and_one_that_is_still_to_come_
     (found,) = (f for f in findings(folder, p) if f.rule == "checkpoint")
     wanted = "shape.normalization=layernorm: the checkpoint iter_0000000 was trained with rmsnorm"
     assert (found.level, found.message) == (REFUSAL, wanted)
-
-
-@pytest.mark.parametrize(
-    ("change", "rule", "message"),
-    [
-        ({"gbs": 500}, "gbs", "must be a multiple of mbs x dp = 4 x 4"),
-        ({"dp": 5, "gbs": 500}, "tp x pp x dp", "must fill whole nodes of 8 GPUs"),
-    ],
-)
-def test_the_command_names_what_is_wrong_with_a_plan_that_is_none(
-    change: dict, rule: str, message: str, folder: Path, capsys: pytest.CaptureFixture
-) -> None:
-    values = plan().to_json()
-    values["topology"] |= change
-    (folder / "plan.json").write_text(json.dumps(values))
-    options = ["--site", "jean-zay-a100", "--account", "xyz@a100", "--json"]
-    assert main(["slurm", "check", str(folder / "plan.json"), *options]) == 1
-    found = json.loads(capsys.readouterr().out)["findings"]
-    assert [set(f) for f in found] == [{"level", "rule", "says", "remedy"}]
-    assert (found[0]["level"], found[0]["rule"]) == (REFUSAL, rule) and message in found[0]["says"]

@@ -10,16 +10,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from slurm_cluster import REQUEST, SITE, Cluster, plan, run_folder, says
-from support import wait_until
+from slurm_cluster import REQUEST, SITE, plan, run_folder
 
-from trilane.cli.app import main
 from trilane.config.plan import Plan, read_plan
 from trilane.launch import local
 from trilane.slurm import checks, client
 from trilane.slurm.preflight import check_job, refused
 from trilane.slurm.sites import site
-from trilane.utils.validation import to_mapping
 from trilane.workspace import prepared_corpora
 from trilane.workspace.run import Run
 
@@ -102,19 +99,3 @@ def test_the_check_refuses_a_corpus_that_all_nodes_would_wait_for(
     assert "data" in {f.rule for f in refused(check_job(missing, SITE, REQUEST, Run(folder)))}
     monkeypatch.chdir(corpus.parent)
     assert "data" not in {f.rule for f in check_job(missing, site("local"), REQUEST, Run(folder))}
-
-
-def test_the_script_of_a_job_of_one_core_prepares_the_corpus(
-    cluster: Cluster, corpus: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As it is printed, given to sbatch in the run folder."""
-    folder, where = run_on(corpus, "one"), corpus.with_name("site.json")
-    where.write_text(json.dumps(to_mapping(replace(SITE, service_partition="prepost"))))
-    monkeypatch.chdir(folder)
-    asked = ["--site", str(where), "--account", "xyz@a100", "--template", "prepare"]
-    assert main(["slurm", "script", "plan.json", *asked]) == 0
-    (folder / "prepare.sbatch").write_text(text := capsys.readouterr().out)
-    assert "--partition=prepost" in text and "--cpus-per-task=1\n" in text and "gres" not in text
-    job = client.sbatch(folder / "prepare.sbatch")
-    wait_until(lambda: client.states([job])[job].has_ended, 120, "end of the job")
-    assert not unprepared(read_plan(folder / "plan.json"), folder, 1000), says(folder)

@@ -440,13 +440,3 @@ def render(template: str = "train", topology: Topology | None = None, **wishes) 
         site,
         JobRequest(**wishes),
     )
-
-
-@pytest.mark.parametrize("name", sites.catalogue())
-def test_every_number_of_a_shipped_site_has_its_source(name: str) -> None:
-    site = sites.site(name)
-    told = " ".join(site.sources)
-    assert site.sources and (
-        "all" in told or all(word in told for word in ("constraint", "qos", "modules", "offline"))
-    )
-    assert site.name == name

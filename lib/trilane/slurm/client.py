@@ -37,6 +37,7 @@ ENDED = (
     "LAUNCH_FAILED",
     "RECONFIG_FAIL",
 )
+QUEUED = ("id", "state", "reason", "elapsed", "limit", "nodes", "name")
 AWAY = re.compile(
     r"unable to contact slurm controller|connection (refused|reset)|timed out|zero bytes were trans",
     re.IGNORECASE,
@@ -190,17 +191,16 @@ def sbatch(
     raise SlurmUnreachable(f"slurm=sbatch: {reason}: {look}")
 
 
-def test_only(script: Path, *options: str) -> None:
+def test_only(script: Path) -> None:
     """Raise SlurmError where the job could never start, by `sbatch --test-only`."""
-    call(["sbatch", "--test-only", *options, "--", script.name], cwd=script.parent)
+    call(["sbatch", "--test-only", "--", script.name], cwd=script.parent)
 
 
 def states(ids: Iterable[str], names: Collection[str] = ()) -> dict[str, JobState]:
     """The state of each job of `ids`, FORGOTTEN where SLURM does not know it, and of one's own jobs
     of these names.
 
-    One call of squeue, one of sacct for ids that it lacks, and one of scontrol for those that have
-    not ended by either: a squeue that is a site's cached one must not let a second one start.
+    One call of squeue, and one of sacct for ids that it lacks.
     """
     wanted = _checked(dict.fromkeys(ids))
     if not wanted and not names:
@@ -218,11 +218,9 @@ def states(ids: Iterable[str], names: Collection[str] = ()) -> dict[str, JobStat
         # squeue does not list it: the accounting of one's own job is late, or never heard of its
         # end
         if last.state in ENDED or last.user != getpass.getuser():
-            found[job] = JobState(
-                id=job, state=last.state, elapsed=last.elapsed, limit=last.limit, nodes=last.nodes
-            )
-    unknown = [job for job in missing if found[job].state == FORGOTTEN]
-    return found | _shown(unknown)
+            times = {"elapsed": last.elapsed, "limit": last.limit}
+            found[job] = JobState(id=job, state=last.state, nodes=last.nodes, **times)
+    return found
 
 
 def _queued() -> list[JobState]:
@@ -231,28 +229,12 @@ def _queued() -> list[JobState]:
     user = getpass.getuser()
     jobs = []
     for line in call(["squeue", "-h", "-r", "-t", "all", "-u", user, "-o", form]).splitlines():
-        words = line.split("|", 6)
-        if len(words) == 7:
-            job, state, reason, elapsed, limit, nodes, name = words
-            reason = reason.removeprefix("None")
-            facts = {"reason": reason, "elapsed": elapsed, "limit": limit, "nodes": nodes}
-            jobs.append(JobState(id=job, state=state, name=name, **facts))
+        words = line.split("|", len(QUEUED) - 1)
+        if len(words) == len(QUEUED):
+            row = dict(zip(QUEUED, words, strict=True))
+            row["reason"] = row["reason"].removeprefix("None")
+            jobs.append(JobState(**row))
     return jobs
-
-
-def _shown(ids: Sequence[str]) -> dict[str, JobState]:
-    """The jobs that the controller itself still has; empty where it has none, or does not answer."""
-    if not ids or shutil.which("scontrol") is None:
-        return {}
-    asked = "".join(f"show job {job}\n" for job in ids)
-    done = run(["scontrol", "-o"], within_s=ANSWER_S, start_new_session=True, input=asked)
-    form = r"JobId=(\d+) JobName=(.*?) UserId=.*? JobState=([A-Z_]+).*? NodeList=(\S*)"
-    shown = {}
-    for job, name, state, nodes in re.findall(form, done.stdout):
-        if job in ids:
-            nodes = nodes.removeprefix("(null)")
-            shown[job] = JobState(id=job, name=name, state=state, nodes=nodes)
-    return shown
 
 
 def past(ids: Collection[str]) -> dict[str, list[Accounted]]:

@@ -31,15 +31,10 @@ def keep_plan(run: Run) -> str:
     """Keep the plan of a run as submitted/HASH.json, with the text of a layer of its own; the hash."""
     text = json.dumps(run.values, indent=1)
     kept = run.folder / "submitted" / f"{hash_of(text)}.json"
-    kept.parent.mkdir(exist_ok=True)
-    replace_text(kept, text)
+    if read_text(kept) != text:
+        kept.parent.mkdir(exist_ok=True)
+        replace_text(kept, text)
     return kept.stem
-
-
-def last_kept(run: Run) -> str:
-    """The hash of the plan that was kept last; "" where none was."""
-    kept = (run.folder / "submitted").glob("*.json")
-    return max(kept, key=lambda path: path.stat().st_mtime_ns, default=Path()).stem
 
 
 def kept_plan(run: Run, kept: str) -> str:

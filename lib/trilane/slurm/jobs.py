@@ -296,15 +296,12 @@ def _status(run: Run, states: Sequence[JobState]) -> JobStatus:
     waiting = len(live)
     if current in live:
         waiting -= 1
+    found = _verdict(run, current)
     iterations = 0
     try:
         iterations = run.plan.run.goal
-        found = _verdict(run, current)
     except ValueError as error:  # the plan was deleted or damaged while a job waits or runs
-        status = attempt.REASONS.get(current.state, Status.UNFINISHED)
-        if live:
-            status = Status.WAITING if current.state == "PENDING" else Status.RUNNING
-        found = status_of(status, str(error))
+        found = replace(found, evidence=str(error))
     if found.status is Status.TIME_LIMIT and not live:
         sites = [event.get("site") for event in run.events("submitted")]
         site = next(filter(None, reversed(sites)), "SITE")
@@ -379,9 +376,10 @@ def _unexplained(run: Run, job: JobState) -> RunStatus:
     it printed.
     """
     is_forgotten = job.state == FORGOTTEN
-    if is_forgotten or job.state == "COMPLETED":
+    # without a plan nobody knows
+    with contextlib.suppress(ValueError):
         done = attempt.finished(run)
-        if done:
+        if done and (is_forgotten or job.state == "COMPLETED"):
             return status_of(Status.COMPLETED, done)
     for event in reversed(run.events("ended", "refused")):
         if event["id"] == job.id and event["event"] == "refused":

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from trilane.config.engines import installed_version, version_misfit
 from trilane.config.plan import Plan
-from trilane.slurm import checks, client, copies
+from trilane.slurm import checks, client
 from trilane.slurm.checks import (
     REFUSAL,
     WARNING,
@@ -99,10 +99,8 @@ def _off_cluster(findings: Collection[JobFinding]) -> list[JobFinding]:
     """The findings, those about a machine that is not the cluster in one: it says nothing about the
     cluster's.
     """
-    message = "this machine is not the cluster (sbatch is not installed, or not configured)"
-    lacks = dict.fromkeys(finding.rule for finding in findings if finding.rule in OF_MACHINE[:-1])
-    if lacks:
-        message += f"; what it lacks ({', '.join(lacks)}) the cluster may have"
+    message = "this machine is not the cluster (sbatch is not installed, or not configured): what "
+    message += "it has of data and disks says nothing about the cluster's"
     others = [finding for finding in findings if finding.rule not in OF_MACHINE]
     return [*others, warning("sbatch", message, "run the check on a login node")]
 
@@ -165,15 +163,13 @@ def _is_same(name: str, own: str, value: str, nodes: int) -> bool:
     """Whether an option of the script means that value."""
     if name == "time" and own:
         return seconds_of(own) == seconds_of(value)
-    if name == "gres":
-        return gres_gpus(own) == gres_gpus(value)
     if name == "gpus-per-node":
-        return gres_gpus(f"gpu:{own}") == gres_gpus(value)
+        own = f"gpu:{own}"
+    if name in ("gres", "gpus-per-node"):
+        return gres_gpus(own) == gres_gpus(value)
     if name == "ntasks":
         return own == str(nodes * int(value))
-    if name == "nodes":
-        return own in (value, f"{value}-{value}")
-    return own == value
+    return own in (value, f"{value}-{value}")
 
 
 def traps(job: JobCheck) -> Findings:
@@ -203,10 +199,6 @@ def internet(job: JobCheck) -> Findings:
         if not all(pairs):
             message = f"tokenizer {tokenizer} is not a folder here"
             yield refusal("internet", message, "download it first, and name its folder")
-    if job.site.offline and "HF_HUB_OFFLINE=1" not in job.script:
-        message = "without HF_HUB_OFFLINE=1 Hugging Face libraries wait minutes for a connection"
-        export = "export HF_HUB_OFFLINE=1 TRANSFORMERS_OFFLINE=1 HF_DATASETS_OFFLINE=1"
-        yield warning("internet", message, export)
 
 
 def accepted(job: JobCheck) -> Findings:
@@ -266,20 +258,10 @@ def _foreign(path: Path) -> str:
 
 def edited(job: JobCheck) -> Findings:
     """The commands of job.sbatch are those that plan, site and options render; the difference is
-    shown, and that of the plan since its submission.
+    shown.
     """
-    if not job.site.is_local:
-        yield from _other_script(job)
-    with contextlib.suppress(ValueError):
-        changes = copies.plan_changes(job.run, copies.last_kept(job.run))
-        if changes:
-            lines = ["plan.json has changed since it was last submitted:", *changes]
-            yield warning("changes", "\n".join(lines), "a submission takes it as it is")
-
-
-def _other_script(job: JobCheck) -> Findings:
     path = job.run.folder / SCRIPT
-    if not path.exists():
+    if job.site.is_local or not path.exists():
         return
     try:
         spares = job.request.spares or job.spares

@@ -33,18 +33,8 @@ SECRET = re.compile(
     re.IGNORECASE,
 )
 
-# bash's own, which end the script, and those of the scripts; a line of setup may extend the paths
-OWN_VARIABLES = (
-    "PATH",
-    "PYTHONPATH",
-    "PYTHONSAFEPATH",
-    "IFS",
-    "UID",
-    "EUID",
-    "PPID",
-    "SHELLOPTS",
-    "BASHOPTS",
-)
+# of bash and of the scripts; a line of setup may extend the paths
+OWN_VARIABLES = ("PATH", "PYTHONPATH", "PYTHONSAFEPATH", "IFS", "UID", "EUID", "PPID")
 OWN_PREFIXES = ("SLURM_", "SBATCH_", "SRUN_", "TRILANE_")
 # of ours that a site may set
 OUR_VARIABLES = ("TRILANE_VENV", "TRILANE_OUTPUTS", "TRILANE_HOME")
