@@ -326,7 +326,7 @@ def _current(run: Run, states: Sequence[JobState], live: Sequence[JobState]) -> 
     The later jobs of a chain only find that nothing is left to do, or are cancelled before they
     start.
     """
-    started = run.job_ids("started")
+    started = [event["id"] for event in run.events("started")]
     # one that is still COMPLETING, as on a node that has died, is not the one that runs now
     order = {"RUNNING": 0, "COMPLETING": 2, "PENDING": 3}
     if live:
