@@ -308,7 +308,7 @@ def test_a_node_that_makes_a_run_slow_is_tested_and_a_spare_takes_over(
 
 
 EDITS = [
-    ({"optimizer": {"lr": 6e-4}}, "optimizer.lr: 0.001 -> 0.0006 (peak learning rate)"),
+    ({"optimizer": {"lr": 6e-4}}, "optimizer.lr: 0.001 -> 0.0006"),
     ({"run": {"ramp": {"start": 4, "increment": 4, "samples": 8}}}, "run.ramp.start: 0 -> 4"),
     ({"data": {"source": "\x1b[31mred"}}, "plan"),  # none that can be read
     ({"dropout": {"hidden": 0.0}}, ""),  # what it is by default
