@@ -95,7 +95,7 @@ def test_the_command_compares_logs(tmp_path, capsys):
         (["a", "--with", "end"], "B=no run: of these has a time of an iteration"),
         (
             ["a", "--with", "."],
-            "run=.: holds neither run.log nor steps.jsonl; `logs table` reads folders of logs",
+            "run=.: holds no run.log; `logs table` reads folders of logs",
         ),
     ],
 )

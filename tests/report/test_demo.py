@@ -11,13 +11,9 @@ import sys
 import time
 from pathlib import Path
 
-import pandas as pd
 import psutil
 import pytest
-from support import SMALL, assert_plausible, heed_ctrl_c, uncounted, wait_until
-
-from trilane.config.cluster import cluster
-from trilane.costmodel.recalibration import fit
+from support import SMALL, heed_ctrl_c, uncounted, wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("demo")]
 
@@ -28,14 +24,6 @@ def command(*more: str) -> list[str]:
 
 def losses(run: Path) -> list[float]:
     return [json.loads(line)["lm_loss"] for line in (run / "steps.jsonl").read_text().splitlines()]
-
-
-def test_the_machine_is_measured_once_and_can_be_planned_on(demo):
-    """Each number with the host and the date behind it."""
-    local = cluster(str(demo.parent / "local.json"))
-    assert (local.name, local.gpu.kind, local.max_gpus) == ("local", "cpu", 8)
-    assert_plausible(local)
-    assert local.sources["all"].startswith("measured on ")
 
 
 def test_the_best_and_a_control_really_train_for_50_iterations(demo):
@@ -53,13 +41,6 @@ def test_the_loss_falls_by_one_and_a_half_nats_and_is_the_same_on_every_topology
     curves = [losses(run) for run in sorted((demo / "runs").iterdir())]
     assert all(curve[0] - curve[-1] >= 1.5 for curve in curves)
     assert max(max(step) - min(step) for step in zip(*curves, strict=True)) < 1e-3
-
-
-def test_the_measured_runs_become_constants_in_two_lines(demo):
-    """As 04 shows it, with the file that it has written."""
-    frame = pd.read_csv(demo / "measured.csv")
-    found = fit(frame, cluster(str(demo.parent / "local.json")))
-    assert len(found.rows) == 2 and found.errors()["after"]["median"] < 1
 
 
 def test_a_second_run_of_the_study_is_refused_and_resume_keeps_what_is_done(demo):

@@ -40,7 +40,6 @@ NO_LOGS = {".json", ".py", ".md", ".ipynb", ".html", ".png", ".csv", ".pt", ".bi
 NO_LOGS |= {".sbatch", ".sh"}
 ENDINGS = "source dialect status iterations first_iteration last_iteration skipped nan_iterations"
 ENDINGS += " hosts exclude cause problems left_out"
-OURS = ("run.log", "steps.jsonl")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -211,14 +210,13 @@ def measure_path(
     `gpu` is the card where another log does not name it. Raises ValueError where there is no run.
     """
     path = Path(path)
-    folder = path.parent if path.name in OURS else path
+    folder = path.parent if path.name in ("run.log", "steps.jsonl") else path
     if _is_run(folder):
         return [measure(folder, warm_up)]
     if path.is_dir():
-        logs = [path / name for name in OURS if (path / name).is_file()]
-        rule = f"holds neither {' nor '.join(OURS)}; `logs table` reads folders of logs"
-        require(bool(logs), "run", path, rule)
-        path = logs[0]
+        path = path / "run.log"
+        rule = "holds no run.log; `logs table` reads folders of logs"
+        require(path.is_file(), "run", path.parent, rule)
     return [measure_log(log, None, warm_up, gpu=gpu) for log in read_runs(path)]
 
 
