@@ -136,20 +136,17 @@ def test_columns_that_are_not_read_are_named(frame):
     ("change", "message"),
     [
         ({"hidden_size": "big"}, "rows=row 0: hidden=big: must be a whole number"),
-        ({"tp": 4.5}, "rows=row 0: tp=4.5: must be a whole number"),
         ({"dp": np.nan}, "rows=row 0: dp='': is missing"),
-        ({"sec_per_it": -1}, "rows=row 0: sec_per_it=-1.0: must be a number above zero"),
         ({"recompute": "fulll"}, "rows=row 0: recompute=fulll: did you mean full?"),
         (
             {"memory": 30000},
             "rows=row 0: mem_gb=30000: is more than a card's 80: GiB on one GPU are needed",
         ),
         ({"time": 3}, "column=time: seconds of an iteration stand in sec_per_it"),
-        ({"time_ms": 3}, "column=time_ms: seconds of an iteration stand in sec_per_it"),
     ],
 )
 def test_a_cell_that_cannot_be_read_is_named_by_row_and_column(frame, change, message):
-    rows = frame.drop(columns="sec_per_it" if {"time", "time_ms"} & {*change} else "memory_gib")
+    rows = frame.drop(columns="sec_per_it" if "time" in change else "memory_gib")
     with pytest.raises(ValueError, match="^" + re.escape(message)):
         trilane.fit(rows.assign(**change), "jz-a100-80g")
 

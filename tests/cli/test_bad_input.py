@@ -38,7 +38,7 @@ BAD = [
     (f"{SEARCH} --gbs 8 --sequence-parallel maybe", "sequence_parallel=maybe: known: no, yes"),
     (
         f"{SIZE} --params 1e8 --vocab 250880",
-        "params=1e+08: at every usual width an embedding of 250880",
+        "params=1e+08: an embedding of 250880",
     ),
     (f"{SIZE} --tokens 100", "tokens=100.0: one iteration takes gbs x seq_length = 4194304"),
     (f"{SIZE} --like lama", "like=lama: did you mean llama? known: bloom, gpt2, llama"),
@@ -79,6 +79,8 @@ BAD = [
     (f"slurm chain plan.json c --stages 8:2 {SITE}", "stages="),
     ("logs parse folder", "run=folder: holds no run.log"),
     ("logs parse binary", "log=binary: is a binary file, not a log"),
+    # what stands after -- is for srun
+    ("slurm job end none --code -9 --test -- -N 2", "No such file or directory"),
     ("slurm site nowhere", "site=nowhere: known: "),
     ("debug stragglers folder", "folder=folder: holds no phase times"),
     ("debug bisect plan.json --axes layer", "axis=layer: did you mean layers?"),

@@ -6,7 +6,6 @@ from dataclasses import replace
 from datetime import date, timedelta
 
 import pytest
-from recorded import compare, numbers_in, plain
 from support import REPOSITORY
 
 from trilane.config.batch_rampup import Ramp
@@ -207,30 +206,3 @@ def test_what_ifs_are_forecasts_of_what_they_name(found):
     assert (
         late["days_p50"] == base["days_p50"] and late["p_miss_deadline"] >= base["p_miss_deadline"]
     )
-
-
-@pytest.mark.slow
-def test_every_case_on_the_page_of_a_safe_and_of_a_risky_plan_is_as_it_was_recorded(page):
-    topology = replace(
-        PLAN.topology, recompute="none", attention="fused", mbs=4, sequence_parallel=True
-    )
-    tight = Decision(
-        asked=forecast(replace(PLAN, topology=topology, engine="megatron"), **ASKED | {"ramp": ""})
-    )
-    found = {}
-    for name, shown in (("safe", page), ("risky", tight)):
-        values = shown.to_json()
-        cases = {f"{case.pop('kind')}: {case.pop('case')}": case for case in values.pop("cases")}
-        found[name] = {"cases": cases, **plain(values), "dangers": shown.dangers().columns}
-        found[name] |= {
-            of: numbers_in(" ".join(getattr(shown, of))) for of in ("reasons", "turns", "evidence")
-        }
-        found[name] |= {
-            "columns": {
-                key: list(map(numbers_in, of)) for key, of in shown.columns().columns.items()
-            }
-        }
-        found[name] |= {
-            "failed": [len(of.failed) for of in (shown.alternatives, shown.levers, shown.what_ifs)]
-        }
-    compare("decisions", found)

@@ -55,48 +55,31 @@ def fastest(rows):
     return [r for r in rows if r[:2] == (tp, pp)]
 
 
-def ways(rows, gbs, fill):
+def ways(rows, gbs):
     """Every way to run `gbs` in whole nodes of 4 at the pace of the fastest rows, the work divided
     evenly.
-
-    With `fill` the pipeline's filling and draining is counted: (m + p - 1) / m, Narayanan et al.
-    2021, section 2.2.
     """
     found = []
     for tp, pp, own, mbs, seconds in fastest(rows):
         for dp in divisors(gbs // mbs) if gbs % mbs == 0 else []:
             nodes, rest = divmod(tp * pp * dp, 4)
             if rest == 0 and 1 <= nodes <= 128:
-                then, now = ((m + pp - 1) / m for m in (512 / own / mbs, gbs / dp / mbs))
-                pace = seconds * (own * gbs) / (512 * dp) * (now / then if fill else 1.0)
+                pace = seconds * (own * gbs) / (512 * dp)
                 t = Topology(tp=tp, pp=pp, dp=dp, mbs=mbs, gbs=gbs)
                 found.append(ScheduledTopology(topology=t, nodes=nodes, seconds=pace))
     return found
 
 
-def schedule(rows, batches, fill=False, samples=80_000_000, worth=90.0):
+def schedule(rows, batches, worth):
+    samples = 80_000_000
     phases = [
         Phase(gbs=b, iterations=samples // b, first=i * samples) for i, b in enumerate(batches)
     ]
-    return optimize(phases, [ways(rows, b, fill) for b in batches], RESTART_S, worth)
+    return optimize(phases, [ways(rows, b) for b in batches], RESTART_S, worth)
 
 
 def restarts(steps):
     return sum(step.pause_s > 0 for step in steps)
-
-
-def days(steps):
-    return sum(s.phase.iterations * s.choice.seconds + s.pause_s for s in steps) / 86400
-
-
-def gpu_hours(steps):
-    return (
-        sum(
-            (s.phase.iterations * s.choice.seconds + s.pause_s) * s.choice.topology.gpus
-            for s in steps
-        )
-        / 3600
-    )
 
 
 def table(found):

@@ -143,9 +143,9 @@ class Typed(click.ParamType):
         try:
             number = self.kind(value)
         except ValueError:
-            # 40B, as people write numbers
-            is_count = self.kind is float and value[-1:].isalpha()
-            number = parse_count(name, value) if is_count else value
+            number = value
+            if self.kind is float and value[-1:].isalpha():  # 40B, as people write numbers
+                number = parse_count(name, value)
         check_value(name, number, self.kind is int, self.facts)
         return number
 
@@ -188,7 +188,8 @@ def _option(name: str, hint: Any, field: Any, is_open: bool = False) -> click.Op
     if hint is bool and not is_open:
         settings["is_flag"] = True
         settings["default"] = field.default
-        flag += f"/--no-{flag[2:]}" if field.default else ""
+        if field.default:
+            flag += f"/--no-{flag[2:]}"
     else:
         settings["type"] = Typed(_kind(hint), facts)
         settings["metavar"] = facts.get("metavar")
@@ -214,9 +215,7 @@ def command(
 
     def add(function: Callable) -> click.Command:
         hints = typing.get_type_hints(function, include_extras=True)
-        parameters = [
-            p for p in inspect.signature(function).parameters.values() if p.name != "as_json"
-        ]
+        parameters = list(inspect.signature(function).parameters.values())
         # of options with one name the first counts: those of a dictionary come last
         parameters.sort(key=lambda p: _is_open(p, hints[p.name]))
         takers = dict[str, inspect.Parameter]()  # what each option is for
@@ -226,16 +225,17 @@ def command(
                 if one.name not in takers:
                     takers[str(one.name)] = p
                     shown.append(one)
-        if "as_json" in hints or hints["return"] not in (NoneType, int):
+        if hints["return"] not in (NoneType, int):
             shown.append(click.Option(["--json", "as_json"], is_flag=True, help="print JSON"))
 
         def run(as_json: bool = False, **given: Any) -> int:
             words: Sequence[Any] = ()
-            keywords: dict[str, Any] = {"as_json": as_json} if "as_json" in hints else {}
+            keywords = dict[str, Any]()
             for p in parameters:
                 values = {n: v for n, v in given.items() if takers[n] is p and v is not None}
                 if p.kind is p.VAR_POSITIONAL:
-                    words = values[p.name]
+                    words = [*keywords.values(), *values[p.name]]  # those before it, too
+                    keywords.clear()
                 elif p.kind is p.VAR_KEYWORD:
                     keywords |= values
                 elif p.name in given:

@@ -211,7 +211,13 @@ def calendar(
     """
     found = forecast(plan, tokens=tokens, **given)
     note(replaced(found.request.plan, found.request.calibration))
-    return Answer(found.to_json(), found.as_text())
+    r = found.record
+    lost = [f"{cause} {days:.1f}" for cause, days in r["lost_days"].items() if days >= 0.05]
+    rows = found.rows() | {"lost days": ", ".join(lost)}
+    rows["support"] = r["prediction"]["support"]["words"]
+    lines = [f"{r['plan']}: {r['tokens']:g} tokens, {r['iterations']} iterations from {r['start']}"]
+    lines += [f"{name:21} {text}" for name, text in rows.items()]
+    return Answer(found.to_json(), "\n".join(lines))
 
 
 @command(plan)

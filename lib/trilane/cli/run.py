@@ -177,7 +177,6 @@ def plan(
     timeline: Path | None = option(
         None, "with --trace: write what ran as a Chrome trace, for Perfetto", metavar="FILE.json"
     ),
-    as_json: bool = False,
 ) -> Answer:
     """Train PLAN and print how fast it was; the folder of a finished run, also of another machine,
     is only measured.
@@ -190,8 +189,9 @@ def plan(
         if timeline:
             require(not timeline.exists(), "timeline", timeline, "exists; name another file")
             require(timeline.parent.is_dir(), "timeline", timeline, "its folder does not exist")
-        options = ["--json"] if as_json else []
-        replace_by(python("-m", "trilane_engine.trace", str(plan), str(timeline or ""), *options))
+        replace_by(
+            python("-m", "trilane_engine.trace", str(plan), str(timeline or ""), *json_option())
+        )
     from trilane.analysis.benchmark import benchmark, result
     from trilane.analysis.tables import parse_text
 
@@ -202,8 +202,7 @@ def plan(
 @command(measure)
 def engines(
     engines: str = option("all", f"all, or some of {','.join(ENGINES)}"),
-    as_json: bool = False,
-) -> None:
+) -> Answer:
     """Train the equality table of the engines here: each row's losses against one reference.
     Progress is on stderr.
 
@@ -214,5 +213,9 @@ def engines(
         require_known("engines", name, ("all", *ENGINES))
     script = Path(__file__).parents[3] / "tests/engine/parity.py"
     require(script.is_file(), "engines", engines, "are compared from a checkout of trilane alone")
-    options = ["--json"] if as_json else []
-    replace_by([sys.executable, str(script), *names, *options])
+    replace_by([sys.executable, str(script), *names, *json_option()])
+
+
+def json_option() -> list[str]:
+    """--json, where it was given, for the process that takes the place of this one."""
+    return ["--json"] if click.get_current_context().params["as_json"] else []

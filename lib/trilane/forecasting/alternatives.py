@@ -14,11 +14,11 @@ from trilane.forecasting.forecast import ALLOCATION, DEADLINE, MEMORY, Forecast,
 from trilane.forecasting.request import ForecastRequest
 from trilane.planning.search import search
 from trilane.utils.numbers import amount
-from trilane.utils.tables import Columns, DataFrame, Record, Table
+from trilane.utils.tables import DataFrame, Record, Table, displayed
 
 SIZES = "TP {t.tp} × PP {t.pp} × DP {t.dp}"  # of a topology t, in a case's name
 # what a search varies only where it is asked to
-HELD = (
+HELD = [
     "precision",
     "attention",
     "fp32_gradients",
@@ -27,7 +27,8 @@ HELD = (
     "buckets",
     "offload",
     "overlap_tp",
-)
+]
+LEAST = 0.001  # of the GPU-hours: a lever that moves less is none
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,8 +50,10 @@ class Case(Record):
 
     def difference(self, base: Forecast) -> str:
         """Its GPU-hours relative to those of a forecast: "12,000 GPU-hours (1.3 %) more"."""
-        own, hours = base.gpu_hours(0.5), self.hours() - base.gpu_hours(0.5)
-        return f"{amount(abs(hours), 2)} GPU-hours ({abs(100 * hours / own):.1f} %) {'less' if hours < 0 else 'more'}"
+        hours = self.hours() - base.gpu_hours(0.5)
+        share = abs(100 * hours / base.gpu_hours(0.5))
+        word = "less" if hours < 0 else "more"
+        return f"{amount(abs(hours), 2)} GPU-hours ({share:.1f} %) {word}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,26 +70,30 @@ class Cases(Table):
         """A row for each case: its kind, its name, and the numbers of Forecast.figures()."""
         import pandas as pd
 
-        every = ((kind, case) for kind, cases in self.kinds.items() for case in cases)
-        return pd.DataFrame(
-            [{"kind": kind, "case": case.name, **case.forecast.figures()} for kind, case in every]
-        )
+        rows = list[Json]()
+        for kind, cases in self.kinds.items():
+            rows += [{"kind": kind, "case": c.name, **c.forecast.figures()} for c in cases]
+        return pd.DataFrame(rows)
 
     def view(self) -> DataFrame:
         """The facts of each case, without topology and evidence; then what cannot run."""
-        every = [case for cases in self.kinds.values() for case in cases]
-        rows = [{"case": c.name, **c.forecast.facts(brief=True), "note": c.note} for c in every]
+        import pandas as pd
+
+        rows = list[dict[str, str]]()
+        for cases in self.kinds.values():
+            rows += [
+                {"case": c.name, **c.forecast.facts(brief=True), "note": c.note} for c in cases
+            ]
         rows += [{"case": name, "note": reason} for name, reason in self.failed.items()]
-        hidden = {"topology", "days", "seconds an iteration", "nearest measured run", *self.hidden}
-        names = dict.fromkeys(name for row in rows for name in row if name not in hidden)
-        return Columns({name: [row.get(name, "") for row in rows] for name in names}).view()
+        hidden = ["topology", "days", "seconds an iteration", "nearest measured run", *self.hidden]
+        return displayed(pd.DataFrame(rows).drop(columns=hidden, errors="ignore").fillna(""))
 
 
 def simulated(name: str, request: ForecastRequest, note: str = "", **changes: Any) -> Case:
     """The request with these changes; ValueError where it cannot run."""
-    made = Forecast(request=replace(request, **changes))
-    made.finish(0.95)  # what cannot be simulated is refused here
-    return Case(name=name, note=note, forecast=made)
+    changed = Forecast(request=replace(request, **changes))
+    changed.finish(0.95)  # what cannot be simulated is refused here
+    return Case(name=name, note=note, forecast=changed)
 
 
 def searched(
@@ -95,46 +102,45 @@ def searched(
     """Other topologies of the plan's GPUs, or what changes of its choices allow: the fastest that
     are safe to start, or the fastest TP x PP x DP.
     """
-    r, t = found.request, found.request.plan.topology
+    r = found.request
+    t = r.plan.topology
     asked: Json = {choice: getattr(t, choice) for choice in HELD}
-    asked |= {
-        "gpus": t.gpus,
-        "gbs": t.gbs,
-        "engine": r.plan.engine,
-        "calibration": r.calibration,
-    } | changes
+    asked |= {"gpus": t.gpus, "gbs": t.gbs, "engine": r.plan.engine, "calibration": r.calibration}
+    asked |= changes
     result = search(r.plan.shape, r.plan.cluster, top=5, distinct=True, **asked)
     # a variant that takes less memory is slower than the best of its TP x PP x DP, but on the front
     # of both
-    able = (
-        [c for c in result.pareto if c.prediction.oom_probability <= SAFE]
-        if safe
-        else result.candidates
-    )
-    for c in able:
+    candidates = result.pareto if safe else result.candidates
+    for candidate in candidates:
+        if safe and candidate.prediction.oom_probability > SAFE:
+            continue
         with contextlib.suppress(ValueError):  # another engine trains no layer of one's own
-            plan = replace(c.plan, layer=r.plan.layer)
-            every = on_plan(r, plan, name) if plan.id != r.plan.id else ()
-            yield from (made for made in every if made.is_safe or not safe)
+            plan = replace(candidate.plan, layer=r.plan.layer)
+            case = on_plan(r, plan, name) if plan.id != r.plan.id else None
+            if case and (case.is_safe or not safe):
+                yield case
 
 
-def on_plan(request: ForecastRequest, plan: Plan, name: str = "{label}") -> Iterator[Case]:
-    """The request for another plan, named by its topology of the full batch; nothing where that
-    cannot run.
+def on_plan(request: ForecastRequest, plan: Plan, name: str = "{label}") -> Case | None:
+    """The request for another plan, named by its topology of the full batch; None where that cannot
+    run.
 
     Where a batch size of the ramp is no multiple of its mbs x dp, DP and microbatch follow the
     batch.
     """
-    adapt, way = request.adapt, ""
+    adapt = request.adapt
+    note = untrainable_reason(plan.topology) or ""
     try:
         request.ramp.require_whole(plan.topology)
     except ValueError:
-        adapt, way = adapt if adapt != "no" else "days", "DP or microbatch follow the ramp"
-    with contextlib.suppress(ValueError):
-        made = simulated(
-            "", request, untrainable_reason(plan.topology) or way, plan=plan, adapt=adapt
-        )
-        yield replace(made, name=name.format(t=made.forecast.last.topology, label=plan.label))
+        if adapt == "no":
+            adapt = "days"
+        note = note or "DP or microbatch follow the ramp"
+    try:
+        case = simulated("", request, note, plan=plan, adapt=adapt)
+    except ValueError:
+        return None
+    return replace(case, name=name.format(t=case.forecast.last.topology, label=plan.label))
 
 
 def alternatives(found: Forecast) -> Cases:
@@ -143,27 +149,24 @@ def alternatives(found: Forecast) -> Cases:
 
     alternatives(forecast(plan, tokens=341e9)).to_frame()
     """
-    ways = {
+    ways: dict[str, Json] = {
         "fastest at each batch size": {"adapt": "days"},
         "cheapest at each batch size": {"adapt": "gpu_hours"},
     }
     schedules, failed = _tried(found.request, ways)
-    topologies = [*islice(searched(found), 1), *islice(searched(found, safe=False), 4)]
-    named, plan = (
-        {case.name: case for case in topologies},
-        Case(name=found.request.plan.label, forecast=found),
-    )
-    return Cases(
-        kinds={"plan": (plan,), "schedule": schedules, "topology": tuple(named.values())},
-        failed=failed,
-    )
+    plan = Case(name=found.request.plan.label, forecast=found)
+    others = [*islice(searched(found), 1), *islice(searched(found, safe=False), 4)]
+    by_name = {case.name: case for case in others}
+    kinds = {"plan": (plan,), "schedule": schedules, "topology": tuple(by_name.values())}
+    return Cases(kinds=kinds, failed=failed)
 
 
 def _tried(
     request: ForecastRequest, tries: dict[str, Json]
 ) -> tuple[tuple[Case, ...], dict[str, str]]:
     """The request with each of these changes, and why some cannot run."""
-    cases, failed = list[Case](), dict[str, str]()
+    cases = list[Case]()
+    failed = dict[str, str]()
     for name, changes in tries.items():
         try:
             cases.append(simulated(name, request, **changes))
@@ -178,23 +181,26 @@ def what_ifs(found: Forecast) -> Cases:
 
     what_ifs(forecast("plan.json", tokens=341e9)).to_frame()[["case", "days_p50", "gpu_hours_p50"]]
     """
-    r, worse, late = found.request, found.request.risks, found.request.start + timedelta(days=30)
+    r = found.request
     stops = tuple(
-        replace(s, per_node_year=2 * s.per_node_year, per_year=2 * s.per_year) for s in worse.stops
+        replace(s, per_node_year=2 * s.per_node_year, per_year=2 * s.per_year)
+        for s in r.risks.stops
     )
-    tries: dict[str, Json] = {"tokens × 1.3": {"tokens": 1.3 * r.tokens}}
-    tries |= {
-        "failures × 2": {"risks": replace(worse, stops=stops), "failures_per_node_year": None}
+    more_stops = {"risks": replace(r.risks, stops=stops), "failures_per_node_year": None}
+    slower = replace(r.risks, slowdown=1.1 * r.risks.slowdown)
+    later = r.start + timedelta(days=30)
+    tries: dict[str, Json] = {
+        "tokens × 1.3": {"tokens": 1.3 * r.tokens},
+        "failures × 2": more_stops,
+        "the plan 10 % slower": {"risks": slower},
+        f"start a month later, {later}": {"start": later},
     }
-    tries |= {"the plan 10 % slower": {"risks": replace(worse, slowdown=1.1 * worse.slowdown)}}
-    tries |= {f"start a month later, {late}": {"start": late}}
-    most, whole, few = (
-        int(0.67 * found.last.topology.gpus),
-        r.plan.cluster.gpus_per_node,
-        tuple[Case, ...](),
-    )
     cases, failed = _tried(r, tries)
-    node = whole if most > whole else 1
+    most = int(0.67 * found.last.topology.gpus)
+    node = r.plan.cluster.gpus_per_node
+    if most <= node:
+        node = 1
+    few = tuple[Case, ...]()
     # in whole nodes, of which up to three fewer may divide better
     if counts := [*range(most // node * node, 0, -node)][:4]:
         few = tuple(islice(searched(found, f"GPUs × 0.67: {{t.gpus}}, {SIZES}", gpus=counts), 1))
@@ -208,47 +214,40 @@ def levers(found: Forecast) -> Cases:
     other choice.
 
     Its price is relative to the cheapest safe plan by the choices that are held. Left out is what
-    changes the GPU-hours by less than one in a thousand, such as fp16 for bf16.
+    changes the GPU-hours by less than one in a thousand, such as fp16 for bf16; all of it on CPUs.
 
         levers(forecast("plan.json", tokens=341e9)).to_frame()[["case", "gpu_hours_p50"]]
     """
-    plan, cases, is_gpu = (
-        found.request.plan,
-        list[Case](),
-        found.request.plan.cluster.gpu.kind == "cuda",
-    )
-    own = {
-        "engine": plan.engine,
-        **{name: getattr(plan.topology, name) for name in ("attention", "precision")},
-    }
-    able = default_attention(
-        plan.shape, plan.cluster, plan.topology.precision, plan.engine
-    )  # fused, where there is such a kernel
-    values = {
-        "engine": ENGINES,
-        "attention": ("scores", able),
-        "precision": ("fp16", "bf16", "fp8"),
-    }
-    others = [(n, v) for n in values for v in sorted({*values[n]} - {own[n]}) if is_gpu]
-    base = min(
-        (Case(name=plan.label, forecast=found), *islice(searched(found), is_gpu)), key=Case.hours
-    )
-    for name, value in others:
-        with contextlib.suppress(ValueError):  # the card has no such precision
-            change: Json = {
-                "name": f"{name} {value} instead of {own[name]}: {SIZES}",
-                name: value,
-            }
-            cases += islice(searched(found, **change), 1)
-    apart = [
-        one for one in sorted(cases, key=Case.hours) if abs(one.hours() / base.hours() - 1) > 0.001
-    ]
-    than = f" than {base.name}, the best as held" * (base.forecast is not found)
-    noted = (
-        replace(c, note=f"{c.difference(base.forecast)}{than}{'; ' * bool(c.note)}{c.note}")
-        for c in apart
-    )
-    missing = "has a safe plan that differs" if is_gpu else "is compared on CPUs"
-    none = {} if apart else {"none": f"no other engine, attention kernel or precision {missing}"}
+    plan = found.request.plan
+    t = plan.topology
+    base = Case(name=plan.label, forecast=found)
+    cases = list[Case]()
+    if plan.cluster.gpu.kind == "cuda":
+        base = min([base, *islice(searched(found), 1)], key=Case.hours)
+        own = {"engine": plan.engine, "attention": t.attention, "precision": t.precision}
+        # fused, where there is such a kernel
+        able = default_attention(plan.shape, plan.cluster, t.precision, plan.engine)
+        values = {
+            "engine": ENGINES,
+            "attention": ("scores", able),
+            "precision": ("fp16", "bf16", "fp8"),
+        }
+        for choice, used in own.items():
+            for value in sorted({*values[choice]} - {used}):
+                name = f"{choice} {value} instead of {used}: {SIZES}"
+                change: Json = {choice: value}
+                with contextlib.suppress(ValueError):  # the card has no such precision
+                    cases += islice(searched(found, name, **change), 1)
+    noted = list[Case]()
+    for case in sorted(cases, key=Case.hours):
+        if abs(case.hours() / base.hours() - 1) > LEAST:
+            than = "" if base.forecast is found else f" than {base.name}, the best as held"
+            notes = [f"{case.difference(base.forecast)}{than}", case.note]
+            noted.append(replace(case, note="; ".join(filter(None, notes))))
+    failed = dict[str, str]()
+    if not noted:
+        failed["none"] = (
+            "no other engine, attention kernel or precision has a safe plan that differs"
+        )
     hidden = ("19 of 20 runs by", "money", "memory", DEADLINE, ALLOCATION)
-    return Cases(kinds={"held fixed": tuple(noted)}, failed=none, hidden=hidden)
+    return Cases(kinds={"held fixed": tuple(noted)}, failed=failed, hidden=hidden)

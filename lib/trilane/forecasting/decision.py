@@ -1,6 +1,5 @@
 """Whether to start a forecast's plan or an alternative, and the page for whoever decides."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -19,6 +18,8 @@ from trilane.workspace.study import Study
 
 # a limit is kept where at most one simulated run in five fails it: a choice, not a measurement
 MOST_RISK = 0.2
+MOST_DAYS = 1.1  # of those of the plan: a change that takes longer is another plan
+HOPELESS = -0.5  # no iteration is twice as fast as predicted
 
 
 def study_plan(
@@ -31,18 +32,19 @@ def study_plan(
         plan, known, source = study_plan(Study.open("demo"))
     """
     if name.endswith(".json"):
-        entry, source = read_plan_values(name), {"file": name, "made_by": {}}
+        entry = read_plan_values(name)
+        source: Json = {"file": name, "made_by": {}}
     else:
-        found, rule = (
-            study.load("plans.json", "02_topology"),
-            "has this id or label; nor is it a .json file",
-        )
-        listed = found["plans"] + (
-            found.get("risky", []) if name else []
-        )  # the best plan is a safe one
-        named = [p for p in listed if name in ("", p["id"], p["label"])]
-        require(bool(named), "plan", name, f"no plan of study {study.name} {rule}")
-        entry, source = named[0], {"file": "plans.json", "made_by": found["made_by"]}
+        found = study.load("plans.json", "02_topology")
+        plans = found["plans"]
+        if name:
+            # the best plan is a safe one
+            plans = plans + found.get("risky", [])
+            plans = [entry for entry in plans if name in (entry["id"], entry["label"])]
+        rule = f"no plan of study {study.name} has this id or label; nor is it a .json file"
+        require(bool(plans), "plan", name, rule)
+        entry = plans[0]
+        source = {"file": "plans.json", "made_by": found["made_by"]}
     plan = plan_from_json(entry)
     return plan, constants_of(plan, calibration), source
 
@@ -52,13 +54,10 @@ def calendar_record(found: Forecast, source: Json) -> Json:
 
     calendar_record(found, {"file": "plan.json", "made_by": {}})
     """
-    used = replace(found.request.plan, calibration=found.request.calibration.kept())
-    return {
-        **found.record,
-        "request": found.request.kept(),
-        "plan_json": used.to_json(),
-        "source": source,
-    }
+    r = found.request
+    plan = replace(r.plan, calibration=r.calibration.kept())
+    request = {"request": r.kept(), "plan_json": plan.to_json()}
+    return {**found.record, **request, "source": source}
 
 
 class Lines(tuple[str, ...]):
@@ -105,13 +104,13 @@ class Decision(Table):
         """The first plan of 02_topology where it can run so, or else the fastest of a search by the
         plan's choices.
         """
-        r, rivals = self.asked.request, self.alternatives.kinds["topology"]
-        fastest = min(
-            (self.plan, *rivals), key=lambda case: case.forecast.request.prediction.sec_per_it
-        )
+        r = self.asked.request
         if self.known and self.known.id == r.plan.id:
             return self.plan
-        return next(on_plan(r, self.known) if self.known else iter(()), fastest)
+        if self.known and (case := on_plan(r, self.known)):
+            return case
+        cases = (self.plan, *self.alternatives.kinds["topology"])
+        return min(cases, key=lambda case: case.forecast.request.prediction.sec_per_it)
 
     @property
     def origin(self) -> str:
@@ -127,13 +126,16 @@ class Decision(Table):
         It saves where the difference is above TIE, by its own simulated runs. Nothing is taken
         instead that runs out of memory with a probability above SAFE, or has other GPUs or batches.
         """
-        own, found, kinds = self._rank(self.plan), list[Case](), self.alternatives.kinds
+        failed, _, hours, days = self._rank(self.plan)
+        kinds = self.alternatives.kinds
+        better = list[Case]()
         for other in (self.best, *kinds["schedule"], *kinds["topology"]):
-            failed, _, hours, days = self._rank(other)
-            saves = failed == own[0] and hours < (1 - TIE) * own[2] and days <= own[3]
-            is_fair = _sizes(other) == _sizes(self.plan)
-            found += [other] if other.is_safe and is_fair and (failed < own[0] or saves) else []
-        return min(found, key=self._rank, default=self.plan)
+            rank = self._rank(other)
+            saves = rank[0] == failed and rank[2] < (1 - TIE) * hours and rank[3] <= days
+            is_fair = other.is_safe and _sizes(other) == _sizes(self.plan)
+            if is_fair and (rank[0] < failed or saves):
+                better.append(other)
+        return min(better, key=self._rank, default=self.plan)
 
     @property
     def forecast(self) -> Forecast:
@@ -145,201 +147,169 @@ class Decision(Table):
         GPU-hours; days.
         """
         days = case.forecast.days(0.5)
-        return (
-            len([*_failures(case)]),
-            days > 1.1 * self.asked.days(0.5),
-            case.forecast.gpu_hours(0.5),
-            days,
-        )
+        is_slow = days > MOST_DAYS * self.asked.days(0.5)
+        return len(_failures(case)), is_slow, case.hours(), days
 
     @property
     def recommendation(self) -> Json:
         """Whether to start the chosen plan, the change that it is, why, and what would change that;
         the `figures` of that plan (Forecast.figures()), empty where none is to start.
         """
-        change, failed = (
-            "" if self.chosen is self.plan else self.chosen.name,
-            [*_failures(self.chosen)],
-        )
-        verdict = (
-            "Do not start it as planned"
-            if failed
-            else "Start, with one change"
-            if change
-            else "Start"
-        )
-        found: Json = {
-            "verdict": verdict,
-            "change": change,
-            "reasons": self.reasons,
-            "turns": self.turns,
-        }
-        return {**found, "figures": {} if failed else self.forecast.figures()}
+        verdict = "Start"
+        change = ""
+        if self.chosen is not self.plan:
+            verdict = "Start, with one change"
+            change = self.chosen.name
+        figures = self.forecast.figures()
+        if _failures(self.chosen):
+            verdict = "Do not start it as planned"
+            figures = {}
+        reasons = {"reasons": self.reasons, "turns": self.turns}
+        return {"verdict": verdict, "change": change, **reasons, "figures": figures}
 
     @property
     def reasons(self) -> Lines:
         """What the plan fails, what the best that is known fails where it is not chosen, what the
         change costs.
         """
-        asked = (
-            f"the plan asked for, the {self.origin},"
-            if self.best is self.plan
-            else "the plan asked for"
-        )
-        lines = [
-            "plans.json was written again since this forecast: run 07_calendar again"
-        ] * self.is_stale
+        lines = list[str]()
+        if self.is_stale:
+            lines.append("plans.json was written again since this forecast: run 07_calendar again")
+        asked = "the plan asked for"
+        if self.best is self.plan:
+            asked += f", the {self.origin},"
         lines += [f"{asked} {failure}" for failure in _failures(self.plan)]
         if self.best.name not in (self.plan.name, self.chosen.name):
-            is_near, gpus, gbs = (
-                abs(self.best.hours() / self.chosen.hours() - 1) <= TIE,
-                *_sizes(self.best),
-            )
-            other = f"takes {amount(self.best.forecast.days(0.5), 3)} days on {gpus} GPUs by batches of {gbs}"
-            near = (
-                f"is within {chance(TIE)}, where the predicted order is often wrong"
-                if is_near
-                else other
-            )
-            why, less = (
-                " and ".join(_failures(self.best)) or near,
-                self.best.difference(self.forecast),
-            )
-            lines.append(
-                f"{self.best.name}, the {self.origin}, {why}; it needs {less} than the chosen plan"
-            )
+            why = " and ".join(_failures(self.best))
+            if not why and abs(self.best.hours() / self.chosen.hours() - 1) <= TIE:
+                why = f"is within {chance(TIE)}, where the predicted order is often wrong"
+            elif not why:
+                gpus, gbs = _sizes(self.best)
+                days = amount(self.best.forecast.days(0.5), 3)
+                why = f"takes {days} days on {gpus} GPUs by batches of {gbs}"
+            need = f"it needs {self.best.difference(self.forecast)} than the chosen plan"
+            lines.append(f"{self.best.name}, the {self.origin}, {why}; {need}")
         if self.chosen is not self.plan:
             more = self.chosen.difference(self.asked)
             lines.append(f"{self.chosen.name} is predicted to need {more} than the plan asked for")
-        return Lines(
-            lines or [f"the plan keeps every limit; nothing that was tried saves {chance(TIE)}"]
-        )
+        usual = f"the plan keeps every limit; nothing that was tried saves {chance(TIE)}"
+        return Lines(lines or [usual])
 
     @property
     def turns(self) -> Lines:
         """How far the chosen plan's seconds may be off before it fails a limit, or must be before
         it keeps one.
         """
-        r, lines = self.forecast.request, list[str]()
-        until = (r.deadline - r.start).days + 1.0 if r.deadline else None  # the whole last day
-        limits = {
-            "deadline": (until, Forecast.days),
-            "allocation": (r.allocation, Forecast.gpu_hours),
-        }
-        for limit, (allowed, spent) in (
-            (name, of) for name, of in limits.items() if of[0] is not None
-        ):
-            # how much longer each may be for all but MOST_RISK of the runs: what interrupts a run
-            # grows with its work
-            slower = (allowed or 0.0) / spent(self.forecast, 1 - MOST_RISK) - 1
-            share, kept = f"{abs(100 * slower):.0f} %", f"four runs of five keep the {limit}"
-            much = f"a benchmark at least {share} faster than predicted: then {kept}"
-            if slower >= 0:
-                much = (
-                    f"a benchmark more than {share} slower than predicted: then fewer than {kept}"
-                )
-            far = f"more GPUs or fewer tokens: no faster iteration alone keeps the {limit}"
-            lines.append(far if slower < -0.5 else much)
+        r = self.forecast.request
+        lines = list[str]()
+        if r.deadline:
+            until = (r.deadline - r.start).days + 1  # the whole last day
+            lines.append(_margin("deadline", until / self.forecast.days(1 - MOST_RISK) - 1))
+        if r.allocation:
+            spent = self.forecast.gpu_hours(1 - MOST_RISK)
+            lines.append(_margin("allocation", r.allocation / spent - 1))
         if self.chosen is not self.plan:
-            lines.append(
-                f"a benchmark of {self.chosen.name} before the start: its advantage is only predicted"
-            )
-        if [*_failures(self.chosen)]:
-            able = [case for case in self.levers.kinds["held fixed"] if not [*_failures(case)]]
+            name = self.chosen.name
+            lines.append(f"a benchmark of {name} before the start: its advantage is only predicted")
+        if _failures(self.chosen):
+            able = [case for case in self.levers.kinds["held fixed"] if not _failures(case)]
             lines += [f"{case.name}, which keeps every limit" for case in able[:1]]
         return Lines(lines or ["a benchmark that contradicts the prediction"])
 
     def verdict(self) -> Text:
         """What to start when, with its date, cost, risks and memory, in one sentence."""
-        facts, r = self.forecast.facts(brief=True), self.asked.request
-        start = (
-            "Do not start on {} as planned: at best {}"
-            if [*_failures(self.chosen)]
-            else "Start on {} with {}"
-        )
+        facts = self.forecast.facts(brief=True)
+        r = self.asked.request
+        start = "Start on {} with {}"
+        if _failures(self.chosen):
+            start = "Do not start on {} as planned: at best {}"
+        price = ""
+        if r.price:
+            price = Text.of(" ({} at {:g} each)", facts["money"], r.price)
         return Text.of(
-            "{}**{}**: done by **{}** (19 of 20 runs by {}), **{} GPU-hours**{}, {}, {} of memory with {} risk to run "
-            "out of it.",
+            "{}**{}**: done by **{}** (19 of 20 runs by {}), **{} GPU-hours**{}, {}, {} of memory "
+            "with {} risk to run out of it.",
             Text.of("{}: ", self.title) if self.title else "",
             Text.of(start, r.start, facts["topology"]),
-            *(facts["done by"], facts["19 of 20 runs by"], facts["GPU-hours"]),
-            Text.of(" ({} at {:g} each)", facts["money"], r.price) if r.price else "",
-            *(self.forecast.risks(), facts["memory"], facts[MEMORY]),
+            facts["done by"],
+            facts["19 of 20 runs by"],
+            facts["GPU-hours"],
+            price,
+            self.forecast.risks(),
+            facts["memory"],
+            facts[MEMORY],
         )
 
     def columns(self) -> Columns:
         """The plan as asked, as recommended, and the best that is known, each with what its figures
         rest on.
         """
-        advised = "best that was tried" if [*_failures(self.chosen)] else "recommended"
+        advised = "best that was tried" if _failures(self.chosen) else "recommended"
         cases = {"as asked": self.plan, advised: self.chosen, self.origin: self.best}
-        facts = {head: {"plan": case.name, **case.forecast.facts()} for head, case in cases.items()}
-        names = [
-            name for name in facts["as asked"] if name != "topology"
-        ]  # the plan's label has it
-        return Columns(
-            {"": names, **{head: [of[name] for name in names] for head, of in facts.items()}}
-        )
+        # the plan's label has its topology
+        names = [name for name in self.asked.facts() if name != "topology"]
+        columns = {"": ["plan", *names]}
+        for head, case in cases.items():
+            facts = case.forecast.facts()
+            columns[head] = [case.name, *(facts[name] for name in names)]
+        return Columns(columns)
 
     def dangers(self) -> Columns:
         """The largest causes of delay of the chosen plan with what helps."""
-        delays, remedies = self.forecast.delays.columns, shipped_json("risks")["remedies"]
-        helps = [remedies.get(cause, "") for cause in delays["cause"]]
-        return Columns(
-            {name: of[:3] for name, of in {**delays, "what helps": helps}.items()}, digits=1
-        )
+        remedies = shipped_json("risks")["remedies"]
+        worst = {name: cells[:3] for name, cells in self.forecast.delays.columns.items()}
+        worst["what helps"] = [remedies.get(cause, "") for cause in worst["cause"]]
+        return Columns(worst, digits=1)
 
     @property
     def evidence(self) -> Lines:
         """What was measured, what was fitted to it, and what is assumed."""
-        p, r, risks = (
-            self.forecast.request.prediction,
-            self.forecast.request,
-            self.forecast.request.risks,
-        )
-        count, seconds = (
-            p.calibration.rows,
-            f"{with_bounds(*self.forecast.seconds)} seconds an iteration",
-        )
-        rows = f"{count or 'no'} rows {'of your own' if p.calibration.own else 'of others' if count else 'of its own'}"
-        idle = ", ".join(f"{s.name} {s.idle_hours:g}" for s in risks.stops if "assumed" in s.source)
+        r = self.forecast.request
+        known = r.prediction.calibration
+        rows = "no rows of its own"
+        if known.rows:
+            rows = f"{known.rows} rows of {'your own' if known.own else 'others'}"
+        seconds = f"{with_bounds(*self.forecast.seconds)} seconds an iteration"
         lines = [
-            f"measured: {p.support.words}",
-            f"fitted to {rows} ({p.calibration.name}): {seconds}",
+            f"measured: {r.prediction.support.words}",
+            f"fitted to {rows} ({known.name}): {seconds}",
         ]
-        lines += [
-            f"assumed: {r.plan.layer} takes the seconds and memory of megatron-core's layer"
-        ] * bool(r.plan.layer)
-        lines += [f"measured: a checkpoint is written at {risks.storage}"] * bool(risks.write_nodes)
-        start = f"minutes to start a job: {risks.startup_s / 60:g}"
-        slower = f"iterations {100 * (risks.slowdown - 1):.3g} % slower than in a benchmark"
-        return Lines(
-            [
-                *lines,
-                f"assumed: hours lost by each {idle}; {start}; {slower}; sources are in 07_calendar",
-            ]
+        if r.plan.layer:
+            takes = "takes the seconds and memory of megatron-core's layer"
+            lines.append(f"assumed: {r.plan.layer} {takes}")
+        if r.risks.write_nodes:
+            lines.append(f"measured: a checkpoint is written at {r.risks.storage}")
+        stops = [stop for stop in r.risks.stops if "assumed" in stop.source]
+        idle = ", ".join(f"{stop.name} {stop.idle_hours:g}" for stop in stops)
+        start = f"minutes to start a job: {r.risks.startup_s / 60:g}"
+        slower = f"iterations {100 * (r.risks.slowdown - 1):.3g} % slower than in a benchmark"
+        lines.append(
+            f"assumed: hours lost by each {idle}; {start}; {slower}; sources are in 07_calendar"
         )
+        return Lines(lines)
 
     def notes(self) -> Text:
         """The plan and the file that the figures come from."""
-        by, file = self.source.get("made_by", {}), self.source.get("file", "none")
-        origin = f", made by {by['notebook']} on {by['time'][:10]}" if by else ""
-        late = Text("\n\n**Attention:** plans.json was written again since; run 07_calendar again.")
-        end = late if self.is_stale else Text()
-        return Text.of(
-            "Asked for: plan {:code} of {}{}.{}", self.asked.request.plan.id, file, origin, end
-        )
+        made_by = self.source.get("made_by")
+        origin = self.source.get("file", "none")
+        if made_by:
+            origin += f", made by {made_by['notebook']} on {made_by['time'][:10]}"
+        late = Text()
+        if self.is_stale:
+            again = "plans.json was written again since; run 07_calendar again."
+            late = Text(f"\n\n**Attention:** {again}")
+        plan = self.asked.request.plan
+        return Text.of("Asked for: plan {:code} of {}.{}", plan.id, origin, late)
 
     def to_frame(self) -> DataFrame:
         """A row for each case on the page: its kind, its name, and the numbers of
         Forecast.figures().
         """
-        shown = {
-            "recommended": (self.chosen,),
-            "best known": (self.best,),
-            **self.alternatives.kinds,
-        }
-        return Cases(kinds={**shown, **self.levers.kinds, **self.what_ifs.kinds}).to_frame()
+        kinds: dict[str, tuple[Case, ...]]
+        kinds = {"recommended": (self.chosen,), "best known": (self.best,)}
+        for cases in (self.alternatives, self.levers, self.what_ifs):
+            kinds |= cases.kinds
+        return Cases(kinds=kinds).to_frame()
 
     def view(self) -> DataFrame:
         """The three columns."""
@@ -350,28 +320,46 @@ class Decision(Table):
 
     def to_json(self) -> Json:
         """What decision.json holds."""
-        values = {"headline": str(self.verdict()), "recommendation": as_json(self.recommendation)}
-        values |= {
+        return {
+            "headline": str(self.verdict()),
+            "recommendation": as_json(self.recommendation),
             "plan_id": self.asked.request.plan.id,
             "recommended_id": self.forecast.request.plan.id,
-        }
-        return {
-            **values,
             "is_stale": self.is_stale,
             "cases": as_json(self.to_frame().to_dict("records")),
         }
 
 
-def _failures(case: Case) -> Iterator[str]:
+def _failures(case: Case) -> list[str]:
     """Which limits a case fails, memory among them."""
-    f, limits = case.forecast.record, {"misses the deadline": "p_miss_deadline"}
-    limits |= {"overruns the allocation": "p_overrun_allocation"}
-    for what, p in ((what, f[name] or 0) for what, name in limits.items()):
-        if p > MOST_RISK:
-            yield f"{what} with {chance(p, case.forecast.request.runs)} probability, above {chance(MOST_RISK)}"
+    r = case.forecast.record
+    limits = {
+        "misses the deadline": r["p_miss_deadline"] or 0,
+        "overruns the allocation": r["p_overrun_allocation"] or 0,
+    }
+    runs = case.forecast.request.runs
+    lines = [
+        f"{what} with {chance(p, runs)} probability, above {chance(MOST_RISK)}"
+        for what, p in limits.items()
+        if p > MOST_RISK
+    ]
     if not case.is_safe:
         risk = chance(case.forecast.fullest.oom_probability)
-        yield f"runs out of memory with {risk} probability, above {chance(SAFE)}"
+        lines.append(f"runs out of memory with {risk} probability, above {chance(SAFE)}")
+    return lines
+
+
+def _margin(limit: str, slower: float) -> str:
+    """How much longer an iteration may be for all but MOST_RISK of the runs: what interrupts a run
+    grows with its work.
+    """
+    share = f"{abs(100 * slower):.0f} %"
+    kept = f"four runs of five keep the {limit}"
+    if slower < HOPELESS:
+        return f"more GPUs or fewer tokens: no faster iteration alone keeps the {limit}"
+    if slower < 0:
+        return f"a benchmark at least {share} faster than predicted: then {kept}"
+    return f"a benchmark more than {share} slower than predicted: then fewer than {kept}"
 
 
 def _sizes(case: Case) -> tuple[int, int]:
@@ -388,18 +376,14 @@ def decide(study: Study, title: str = "") -> Decision:
     record = study.load("calendar.json", "07_calendar", request=dict, plan_json=dict, source=dict)
     request = {**record["request"], "plan": record["plan_json"]}
     asked = Forecast(request=from_mapping(ForecastRequest, request, "request"))
-    before, plan, known = (
-        record["made_by"]["read"].get("plans.json"),
-        asked.request.plan,
-        list[Plan](),
-    )
+    plan = asked.request.plan
+    known = None
     if (study.folder / "plans.json").exists():
-        known = [p for p in study.plans()[:1] if (p.shape, p.cluster) == (plan.shape, plan.cluster)]
+        first = next(iter(study.plans()), None)
+        if first and (first.shape, first.cluster) == (plan.shape, plan.cluster):
+            known = first
+    before = record["made_by"]["read"].get("plans.json")
     is_stale = bool(before) and study.read.get("plans.json") != before
     return Decision(
-        asked=asked,
-        known=next(iter(known), None),
-        title=title,
-        source=record["source"],
-        is_stale=is_stale,
+        asked=asked, known=known, title=title, source=record["source"], is_stale=is_stale
     )

@@ -2,14 +2,14 @@
 checkpoint interval.
 """
 
-import dataclasses
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from trilane.config.cluster import Cluster
+from trilane.config.options import check, option
 from trilane.config.parallelism import Topology
-from trilane.utils.validation import require, require_not_negative, require_positive, shipped_json
+from trilane.utils.validation import require, shipped_json
 
 NODE_YEAR_S = 365.25 * 86400.0
 NODE_FAILURE = "node failure"
@@ -38,30 +38,24 @@ class Interruption:
     """
 
     name: str
-    per_node_year: float = 0.0
-    per_year: float = 0.0
-    spread: float = 0.0
-    idle_hours: float = 0.0
+    per_node_year: float = option(0.0, minimum=0)
+    per_year: float = option(0.0, minimum=0)
+    # one run in six has exp(3) = 20 times as many stops as the median; no published rates are
+    # further apart
+    spread: float = option(0.0, minimum=0, maximum=3)
+    idle_hours: float = option(0.0, minimum=0)
     charged: bool = True
     source: str = ""
 
     def __post_init__(self) -> None:
-        for field in ("per_node_year", "per_year", "spread", "idle_hours"):
-            require_not_negative(f"stop.{field}", getattr(self, field))
-        # one run in six has exp(3) = 20 times as many stops as the median; no published rates are
-        # further apart
-        require(
-            self.spread <= 3.0,
-            "stop.spread",
-            self.spread,
-            "must be at most 3.0, a factor of 20 in one run of six",
-        )
-        require(
-            self.name not in set(Cause),
-            "stop.name",
-            self.name,
-            "names another cause of the forecast",
-        )
+        check(self, "stop.")
+        rule = "names another cause of the forecast"
+        require(self.name not in set(Cause), "stop.name", self.name, rule)
+
+
+def published_stops() -> tuple[Interruption, ...]:
+    """The interruptions that published runs report."""
+    return tuple(Interruption(**stop) for stop in shipped_json("risks")["stops"])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,36 +70,26 @@ class FailureModel:
     """
 
     # those that published runs report: "rates" of data/risks.json derives them
-    stops: tuple[Interruption, ...] = dataclasses.field(
-        default_factory=lambda: tuple(
-            Interruption(**stop) for stop in shipped_json("risks")["stops"]
-        )
-    )
-    startup_s: float = 1200.0
-    queue_s: float = 0.0
-    repair_hours: float = 24.0
-    spare_nodes: int | None = None
-    job_hours: float = 20.0
-    evaluation_every: int = 1000
-    evaluation_iters: int = 100
-    checkpoint_s: float = 0.0
-    write_bytes_per_s: float = 1e9
-    write_nodes: int = 0
-    slowdown: float = 1.02
-    slowdown_spread: float = 0.02
-    common: float = 0.8
+    stops: tuple[Interruption, ...] = option(published_stops)
+    startup_s: float = option(1200.0, minimum=0)
+    queue_s: float = option(0.0, minimum=0)
+    repair_hours: float = option(24.0, minimum=0)
+    spare_nodes: int | None = option(None, minimum=0)
+    job_hours: float = option(20.0, above=0)
+    evaluation_every: int = option(1000, minimum=1)
+    evaluation_iters: int = option(100, minimum=0)
+    checkpoint_s: float = option(0.0, minimum=0)
+    write_bytes_per_s: float = option(1e9, above=0)
+    write_nodes: int = option(0, minimum=0)
+    slowdown: float = option(1.02, above=0, maximum=1e6)
+    slowdown_spread: float = option(0.02, minimum=0)
+    common: float = option(0.8, minimum=0, maximum=1)
 
     def __post_init__(self) -> None:
-        at_least_0 = ("startup_s", "queue_s", "repair_hours", "checkpoint_s", "evaluation_iters")
-        for name in (*at_least_0, "slowdown_spread", "spare_nodes", "write_nodes"):
-            require_not_negative(name, getattr(self, name) or 0)
-        for name in ("job_hours", "evaluation_every", "write_bytes_per_s", "slowdown"):
-            require_positive(name, getattr(self, name))
-        require(self.slowdown <= 1e6, "slowdown", self.slowdown, "must be at most a million")
+        check(self)
         names = [stop.name for stop in self.stops]
-        twice = next((name for name in names if names.count(name) > 1), "")
-        require(not twice, "stop.name", twice, "must be unique")
-        require(0 <= self.common <= 1, "common", self.common, "must lie between 0 and 1")
+        for name in names:
+            require(names.count(name) == 1, "stop.name", name, "must be unique")
 
     def spares_of(self, free_nodes: int) -> int:
         """Nodes in reserve where the jobs leave so many free: by default 4, as of Jean Zay's 52 in
@@ -119,30 +103,27 @@ class FailureModel:
 
     def measured(self, cluster: Cluster) -> "FailureModel":
         """The model with the cluster's storage, where that was measured and no other rate is given."""
-        if (
-            cluster.write_bytes_per_s is None
-            or self.write_bytes_per_s != FailureModel.write_bytes_per_s
-        ):
+        rate = cluster.write_bytes_per_s
+        if rate is None or self.write_bytes_per_s != FailureModel.write_bytes_per_s:
             return self
         nodes = max(1, cluster.storage_nodes)
-        return dataclasses.replace(
-            self, write_bytes_per_s=cluster.write_bytes_per_s, write_nodes=nodes
-        )
+        return replace(self, write_bytes_per_s=rate, write_nodes=nodes)
 
     @property
     def storage(self) -> str:
         """What a node writes, and how that is known."""
-        nodes = f"measured on {self.write_nodes} node{'s' * (self.write_nodes > 1)}; more are held to their total"
-        return f"{self.write_bytes_per_s / 1e9:.3g} GB/s a node, {nodes if self.write_nodes else 'assumed'}"
+        rate = f"{self.write_bytes_per_s / 1e9:.3g} GB/s a node"
+        if not self.write_nodes:
+            return f"{rate}, assumed"
+        return f"{rate}, measured on nodes: {self.write_nodes}; more are held to their total"
 
     def save_s(self, checkpoint_bytes: float, nodes: float) -> float:
         """Seconds in which so many nodes write a checkpoint. More than were measured are held to
         the total of those: nobody has seen the storage take more, and a deadline must not rest on
         it; measure on as many to know.
         """
-        return checkpoint_bytes / (
-            min(max(nodes, 1.0), self.write_nodes or math.inf) * self.write_bytes_per_s
-        )
+        writers = min(max(nodes, 1.0), self.write_nodes or math.inf)
+        return checkpoint_bytes / (writers * self.write_bytes_per_s)
 
     def checkpoint_interval_s(self, save_s: float, nodes: float) -> float:
         """Seconds between checkpoints: the given interval, else Daly's optimum for saves of
@@ -164,17 +145,20 @@ class FailureModel:
         wait = self.queue_s
         if stop.name == NODE_FAILURE:
             wait += wait_for_node_s(nodes, stop.per_node_year, self.repair_hours, spare_nodes)
-        idle, lost = stop.idle_hours * 3600, interval_s / 2
+        lost = interval_s / 2
+        idle = stop.idle_hours * 3600
         mean = lost + idle + self.startup_s + wait
         variance = interval_s**2 / 12 + idle**2 + self.startup_s**2 + wait**2
-        return mean, variance, (lost + self.startup_s + idle * stop.charged) / max(mean, 1e-9)
+        charged = lost + self.startup_s + idle * stop.charged
+        return mean, variance, charged / max(mean, 1e-9)
 
 
 def evaluation_s(topology: Topology, batches: float, sec_per_it: float) -> float:
     """Seconds of an evaluation: forward passes of a quarter of an iteration with full
     recomputation, else a third.
     """
-    return (1 / 4 if topology.recompute == "full" else 1 / 3) * batches * sec_per_it
+    share = 1 / 4 if topology.recompute == "full" else 1 / 3
+    return share * batches * sec_per_it
 
 
 def daly_interval_s(save_s: float, mtbf_s: float) -> float:
@@ -186,9 +170,12 @@ def daly_interval_s(save_s: float, mtbf_s: float) -> float:
     The first factor is Young's interval (1974, Communications of the ACM 17(9)), for d much shorter
     than M.
     """
-    d, M = save_s, mtbf_s
+    d = save_s
+    M = mtbf_s
     x = d / (2 * M)
-    return math.sqrt(2 * d * M) * (1 + math.sqrt(x) / 3 + x / 9) - d if x < 1 else M
+    if x >= 1:
+        return M
+    return math.sqrt(2 * d * M) * (1 + math.sqrt(x) / 3 + x / 9) - d
 
 
 def wait_for_node_s(

@@ -3,11 +3,9 @@ restart included.
 """
 
 import contextlib
-import dataclasses
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import pairwise
 
 import numpy as np
 
@@ -15,8 +13,7 @@ from trilane.config.batch_rampup import Phase
 from trilane.config.parallelism import Topology, invalid_reason
 from trilane.config.plan import Plan
 from trilane.costmodel.calibration import Calibration
-from trilane.costmodel.columns import columns_of
-from trilane.costmodel.columns import stack as stacked
+from trilane.costmodel.columns import columns_of, stack
 from trilane.costmodel.iteration import iteration_columns
 from trilane.costmodel.memory import memory_bytes, memory_for, oom_probability
 from trilane.costmodel.predict import IMPOSSIBLE
@@ -41,7 +38,12 @@ class ScheduledTopology:
     @cached_property
     def job(self) -> tuple[int | str, ...]:
         """What a job cannot change without a restart, of what differs between batch sizes."""
-        return self.topology.dp, self.topology.mbs, self.topology.recompute
+        return job_of(self.topology)
+
+
+def job_of(topology: Topology) -> tuple[int | str, ...]:
+    """Of what a schedule varies, what a job cannot change without a restart."""
+    return topology.dp, topology.mbs, topology.recompute
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,27 +71,33 @@ def optimize(
     equally cheap ones the faster. Each phase needs a choice.
     """
     assert all(choices), "a phase without a choice"
-    best = np.zeros(0)
-    back: list[np.ndarray] = []
+    total = np.zeros(0)  # the cheapest way to each option of the last phase
+    back: list[np.ndarray] = []  # from which option of the phase before that way comes
     for i, (phase, options) in enumerate(zip(phases, choices, strict=True)):
+        seconds = np.array([option.seconds for option in options])
+        gpus = np.array([option.topology.gpus for option in options])
         # GPU-hours per second; the small term for time breaks ties
-        price = np.array([c.topology.gpus / 3600 + (day_worth + 1e-6) / 86400 for c in options])
-        own = phase.iterations * np.array([c.seconds for c in options]) * price
+        price = gpus / 3600 + (day_worth + 1e-6) / 86400
+        cost = phase.iterations * seconds * price
         if i:
-            changes = np.array([[new.job != old.job for old in choices[i - 1]] for new in options])
-            total = best + price[:, None] * changes * restart_s
-            back.append(total.argmin(axis=1))
-            own = own + total.min(axis=1)
-        best = own
-    chosen = [int(best.argmin())]
+            before = choices[i - 1]
+            is_change = np.array([[new.job != old.job for old in before] for new in options])
+            ways = total + price[:, None] * is_change * restart_s
+            back.append(ways.argmin(axis=1))
+            cost = cost + ways.min(axis=1)
+        total = cost
+    place = int(total.argmin())
+    places = [place]
     for step in reversed(back):
-        chosen.append(int(step[chosen[-1]]))
-    picked = [options[i] for options, i in zip(choices, reversed(chosen), strict=True)]
-    pauses = [0.0, *(restart_s * (a.job != b.job) for a, b in pairwise(picked))]
-    parts = zip(phases, picked, pauses, strict=True)
-    return tuple(
-        ScheduleStep(phase=phase, choice=choice, pause_s=pause) for phase, choice, pause in parts
-    )
+        place = int(step[place])
+        places.insert(0, place)
+    schedule = list[ScheduleStep]()
+    for phase, options, place in zip(phases, choices, places, strict=True):
+        choice = options[place]
+        is_restart = bool(schedule) and schedule[-1].choice.job != choice.job
+        pause_s = restart_s if is_restart else 0.0
+        schedule.append(ScheduleStep(phase=phase, choice=choice, pause_s=pause_s))
+    return tuple(schedule)
 
 
 def topologies(plan: Plan, gbs: int, adapt: bool) -> list[Topology]:
@@ -99,21 +107,18 @@ def topologies(plan: Plan, gbs: int, adapt: bool) -> list[Topology]:
     The plan's own topology unless `adapt`; else every DP and microbatch, with the plan's or full
     recomputation, since of fewer replicas each holds larger ZeRO shards.
     """
-    t = plan.topology
+    own = plan.topology
     if not adapt:
-        return [dataclasses.replace(t, gbs=gbs)]
-    batches = [
-        (mbs, dp)
-        for mbs in sorted({1, 2, 4, 8, t.mbs})
-        if gbs % mbs == 0
-        for dp in divisors(gbs // mbs)
-    ]
+        return [replace(own, gbs=gbs)]
     found = list[Topology]()
-    for mbs, dp in batches:
-        for recompute in sorted({t.recompute, "full"}) if dp <= t.dp else ():
-            with contextlib.suppress(ValueError):
-                found.append(dataclasses.replace(t, gbs=gbs, dp=dp, mbs=mbs, recompute=recompute))
-    return [one for one in found if invalid_reason(plan.shape, one) is None]
+    for mbs in sorted({1, 2, 4, 8, own.mbs}):
+        for dp in divisors(gbs // mbs) if gbs % mbs == 0 else ():
+            for recompute in sorted({own.recompute, "full"}) if dp <= own.dp else ():
+                with contextlib.suppress(ValueError):
+                    topology = replace(own, gbs=gbs, dp=dp, mbs=mbs, recompute=recompute)
+                    if invalid_reason(plan.shape, topology) is None:
+                        found.append(topology)
+    return found
 
 
 def scheduled(
@@ -122,20 +127,21 @@ def scheduled(
     """The plan on each topology, predicted together, in whole nodes of its cluster."""
     if not options:
         return []
-    columns, per_node = (
-        stacked([columns_of(plan.shape, t, plan.engine) for t in options]),
-        plan.cluster.gpus_per_node,
-    )
+    columns = stack([columns_of(plan.shape, topology, plan.engine) for topology in options])
     known = memory_for(calibration, plan.engine, plan.cluster, plan.dropout)
     seconds = iteration_columns(columns, plan.cluster, calibration).total
     memory = memory_bytes(columns, plan.cluster, known)
     probability = oom_probability(memory, plan.cluster, known.spread)
-    numbers = (np.broadcast_to(v, len(options)).tolist() for v in (seconds, memory, probability))
+    numbers = np.broadcast_arrays(seconds, memory, probability, np.zeros(len(options)))
     return [
         ScheduledTopology(
-            topology=t, nodes=-(-t.gpus // per_node), seconds=s, memory_bytes=m, oom_probability=p
+            topology=topology,
+            nodes=-(-topology.gpus // plan.cluster.gpus_per_node),
+            seconds=float(numbers[0][i]),
+            memory_bytes=float(numbers[1][i]),
+            oom_probability=float(numbers[2][i]),
         )
-        for t, s, m, p in zip(options, *numbers, strict=True)
+        for i, topology in enumerate(options)
     ]
 
 
@@ -149,35 +155,22 @@ def schedule_on(
 ) -> Schedule:
     """The phases on at most the plan's GPUs, on its own topology unless `adapt`.
 
-    ValueError names batch sizes that no DP and microbatch divide, or for which no replica fits the
+    ValueError names a batch size that no DP and microbatch divide, or for which no replica fits the
     card's memory.
     """
-    t = plan.topology
-    batches = [phase.gbs for phase in phases]
-    found = [topologies(plan, gbs, adapt) for gbs in batches]
-    none = [gbs for gbs, options in zip(batches, found, strict=True) if not options]
-    rule = f"no DP and microbatch of the plan's tp x pp divide it on {t.gpus} GPUs"
-    require(not none, "ramp", ", ".join(map(str, none)), rule)
-    predicted = iter(scheduled(plan, [each for options in found for each in options], calibration))
-    kept: list[Options] = []
-    for options in found:
-        own = (
-            None if options[0].gbs % (t.mbs * t.dp) else dataclasses.replace(t, gbs=options[0].gbs)
-        )
-        pairs = [(each, next(predicted)) for each in options]
+    gpus = plan.topology.gpus
+    options = [topologies(plan, phase.gbs, adapt) for phase in phases]
+    predicted = scheduled(plan, [one for some in options for one in some], calibration)
+    by_topology = {choice.topology: choice for choice in predicted}
+    able = list[Options]()
+    for phase, some in zip(phases, options, strict=True):
+        rule = f"no DP and microbatch of the plan's tp x pp divide it on {gpus} GPUs"
+        require(bool(some), "ramp", phase.gbs, rule)
+        choices = [by_topology[topology] for topology in some]
         # the plan's own topology stays whatever memory it needs: its risk is shown with it
-        kept.append(
-            [
-                choice
-                for each, choice in pairs
-                if choice.oom_probability <= IMPOSSIBLE or each == own
-            ]
-        )
-    full = [gbs for gbs, options in zip(batches, kept, strict=True) if not options]
-    require(
-        not full,
-        "ramp",
-        ", ".join(map(str, full)),
-        f"no replica on {t.gpus} GPUs fits the card's memory",
-    )
-    return optimize(phases, kept, restart_s, day_worth)
+        own = job_of(plan.topology)
+        fitting = [c for c in choices if c.oom_probability <= IMPOSSIBLE or c.job == own]
+        rule = f"no replica on {gpus} GPUs fits the card's memory"
+        require(bool(fitting), "ramp", phase.gbs, rule)
+        able.append(fitting)
+    return optimize(phases, able, restart_s, day_worth)

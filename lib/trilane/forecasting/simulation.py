@@ -3,7 +3,6 @@ pieces (J).
 """
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,6 +11,7 @@ from trilane.forecasting.failures import NODE_FAILURE, NODE_YEAR_S, Cause, Failu
 from trilane.utils.validation import require
 
 MOST_UNDONE = 0.9  # of the work that interruptions undo: a run that loses more never ends
+MOST_LOST = 10  # times its work that a run may lose: no plan is meant to
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +42,7 @@ class Uncertainty:
     @property
     def mean(self) -> float:
         """The mean factor, above the median as of any lognormal number."""
+        # any larger exponent has no float
         return self.slowdown * math.exp(min((self.common**2 + self.independent**2) / 2, 99.0))
 
 
@@ -61,7 +62,8 @@ class _Draws:
     """Random numbers of N runs, or their means where there is no generator."""
 
     def __init__(self, runs: int, rng: np.random.Generator | None):
-        self.runs, self.rng = runs, rng
+        self.runs = runs
+        self.rng = rng
 
     def lognormal(self, deviation: float, *shape: int) -> np.ndarray:
         """Factors with median 1."""
@@ -99,81 +101,57 @@ def simulate(
 
     The time that the work takes, the interruptions that fall on it (Poisson, by node-years), the
     cost of each (lost work, uniform in the interval; idle time; waiting for a node; queue;
-    start-up). Left out: interruptions during a start-up, correlated failures, speeds that drift
-    during a run.
+    start-up). Repeated work can be interrupted too: T = W + rate T interval / 2, so
+    T = W / (1 - rate interval / 2). Left out: interruptions during a start-up, correlated failures,
+    speeds that drift during a run. ValueError where interruptions undo most of the work, or take
+    ten times as long.
     """
-    draws, kinds = _Draws(runs, rng), int(work.same.max()) + 1
-    noise = draws.lognormal(uncertainty.common) * uncertainty.slowdown
-    pieces = (
-        work.seconds
-        * noise[:, None]
-        * draws.lognormal(uncertainty.independent, kinds)[:, work.same]
-    )  # (N, J)
+    draws = _Draws(runs, rng)
+    common = draws.lognormal(uncertainty.common) * uncertainty.slowdown
+    own = draws.lognormal(uncertainty.independent, int(work.same.max()) + 1)
+    pieces = work.seconds * common[:, None] * own[:, work.same]  # (N, J)
     rates = [draws.lognormal(stop.spread) for stop in risks.stops]
     worked = pieces.sum(axis=1)
-    stops, charged = _stops(
-        worked, pieces @ work.nodes, work.spare_nodes, rates, risks, interval_s, draws
-    )
+    node_s = pieces @ work.nodes
+
+    means = [
+        rate * (stop.per_node_year * node_s + stop.per_year * worked) / NODE_YEAR_S
+        for stop, rate in zip(risks.stops, rates, strict=True)
+    ]
+    undone = sum(means, np.zeros(runs)) * interval_s / 2 / worked
+    nodes = float(np.median(node_s / worked))
+    costs = [risks.stop_cost(s, nodes, interval_s, work.spare_nodes) for s in risks.stops]
+    counts = [mean / (1 - np.minimum(undone, MOST_UNDONE)) for mean in means]
+    parts = [float(np.median(n * c[0] / worked)) for n, c in zip(counts, costs, strict=True)]
+    _require_progress(risks, interval_s, float(np.median(undone)), parts)
+
     certain = {name: worked * share for name, share in shares.items()}
-    lost = {**certain, Cause.QUEUE: worked * risks.queue_s / (risks.job_hours * 3600), **stops}
+    lost = {**certain, Cause.QUEUE: worked * risks.queue_s / (risks.job_hours * 3600)}
+    charged = worked + sum(certain.values())
+    for stop, count, (mean, variance, share) in zip(risks.stops, counts, costs, strict=True):
+        lost[stop.name] = draws.total(draws.count(count), mean, variance)
+        charged = charged + lost[stop.name] * share
     wall = worked + sum(lost.values())
-    gpu_s = (pieces @ work.gpus) / worked * (worked + sum(certain.values()) + charged)
     return Outcomes(
         wall_s=wall,
-        gpu_s=gpu_s,
+        gpu_s=(pieces @ work.gpus) / worked * charged,
         reached_s=pieces.cumsum(axis=1) * (wall / worked)[:, None],
         lost_s=lost,
     )
 
 
-def _stops(
-    work: np.ndarray,
-    node_s: np.ndarray,
-    spare_nodes: int,
-    rates: Sequence[np.ndarray],
-    risks: FailureModel,
-    interval_s: float,
-    draws: _Draws,
-) -> tuple[dict[str, np.ndarray], np.ndarray]:
-    """Seconds lost to each kind of interruption, and those of all kinds that are charged, (N,)
-    each.
-
-    Repeated work can be interrupted too: T = W + rate T interval / 2, so T = W / (1 - rate interval
-    / 2).
-    """
-    kinds, charged = list(zip(risks.stops, rates, strict=True)), np.zeros(draws.runs)
-    means = [
-        rate * (s.per_node_year * node_s + s.per_year * work) / NODE_YEAR_S for s, rate in kinds
-    ]
-    undone = sum(means, charged) * interval_s / 2 / work
-    counts = [mean / (1 - np.minimum(undone, MOST_UNDONE)) for mean in means]
-    costs = [
-        risks.stop_cost(s, float(np.median(node_s / work)), interval_s, spare_nodes)
-        for s in risks.stops
-    ]
-    taken = [float(np.median(n * cost[0] / work)) for n, cost in zip(counts, costs, strict=True)]
-    _require_progress(risks, interval_s, float(np.median(undone)), taken)
-    lost: dict[str, np.ndarray] = {}
-    for stop, count, (each, variance, share) in zip(risks.stops, counts, costs, strict=True):
-        lost[stop.name] = draws.total(draws.count(count), each, variance)
-        charged = charged + lost[stop.name] * share
-    return lost, charged
-
-
 def _require_progress(
-    risks: FailureModel, interval_s: float, undone: float, shares: Sequence[float]
+    risks: FailureModel, interval_s: float, undone: float, parts: list[float]
 ) -> None:
-    """ValueError where interruptions undo most of the work, or take ten times as long (`shares`, by
+    """ValueError where interruptions undo most of the work, or lose ten times it (`parts`, by
     kind).
     """
-    if undone < MOST_UNDONE and sum(shares) < 10:
+    if undone < MOST_UNDONE and sum(parts) < MOST_LOST:
         return
     if undone >= MOST_UNDONE and risks.checkpoint_s:
-        rule = (
-            "such a run would undo most of its work, as interruptions come sooner than checkpoints"
-        )
+        rule = "such a run would undo most of its work: interruptions come sooner than checkpoints"
         require(False, "checkpoint-minutes", f"{interval_s / 60:g}", rule)
-    worst = risks.stops[int(np.argmax(shares))]
+    worst = risks.stops[int(np.argmax(parts))]
     field = "failures-per-node-year" if worst.name == NODE_FAILURE else f"stop {worst.name}"
     rule = "such a run would lose ten times its work, or undo most of it; needs fewer interruptions"
     require(False, field, f"{worst.per_node_year or worst.per_year:g}", rule)
