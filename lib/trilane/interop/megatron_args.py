@@ -90,7 +90,7 @@ def _of_fields(part: Any) -> Arguments:
 
 
 def _words(plan: Plan) -> Arguments:
-    """Megatron-LM's words for the fields with a choice; ValueError for what it has no argument for."""
+    """Megatron-LM's words for the fields with a choice; ValueError for what it does not have."""
     given: Arguments = {}
     for field, words in known_arguments()["words"].items():
         value = getattr(plan.shape, field, None) or getattr(plan.topology, field)

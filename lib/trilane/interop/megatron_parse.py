@@ -262,8 +262,12 @@ def _rows(given: Given, vocab_size: int) -> int:
 
 def _topology(given: Given, is_fork: bool, gpus: int) -> Topology:
     sizes = given.fields(Topology, {"mbs": None, "gbs": 0})
-    tp, pp, cp = sizes["tp"], sizes["pp"], sizes["cp"]
-    product = f"tp x pp = {tp} x {pp}" if cp == 1 else f"tp x cp x pp = {tp} x {cp} x {pp}"
+    tp = sizes["tp"]
+    pp = sizes["pp"]
+    cp = sizes["cp"]
+    product = f"tp x cp x pp = {tp} x {cp} x {pp}"
+    if cp == 1:
+        product = f"tp x pp = {tp} x {pp}"
     is_multiple = min(tp, pp, cp) > 0 and gpus % (tp * pp * cp) == 0
     require(is_multiple, "gpus", gpus, f"must be a multiple of {product}")
     dp = gpus // (tp * pp * cp)
@@ -381,7 +385,7 @@ def _optimizer(given: Given, run: Run, gbs: int) -> Optimizer:
 
 
 def _data(given: Given) -> Data:
-    """Datasets by their prefixes; the tokenizer if it is a folder or NullTokenizer, else "bytes"."""
+    """Datasets by their prefixes; the tokenizer if it is a folder, else "bytes"."""
     given.read |= {"tokenizer_type", "vocab_size"}
     coder = "bytes"
     for name in ("tokenizer_model", "tokenizer_name_or_path"):

@@ -141,7 +141,9 @@ def _continues(line: bytes, match: re.Match[bytes]) -> bool:
 
 def raised(line: bytes, rows: int) -> Ending | None:
     """The exception on the first line after a traceback; its name need not end in Error."""
-    return reported(Level.ERROR, Status.CRASHED, line, rows) if EXCEPTION.match(line) else None
+    if EXCEPTION.match(line):
+        return reported(Level.ERROR, Status.CRASHED, line, rows)
+    return None
 
 
 def reported(level: Level, status: Status, line: bytes, rows: int) -> Ending:
@@ -149,11 +151,8 @@ def reported(level: Level, status: Status, line: bytes, rows: int) -> Ending:
     if status is Status.RENDEZVOUS and level == Level.OUTSIDE and rows:
         status = Status.NETWORK  # after iterations it is the store that a node no longer reaches
     place = place_of(line)
-    hosts = (place.node,) if place.node else ()
-    evidence = text(line)
-    return Ending(
-        level=level, status=status, evidence=evidence, place=place, rows=rows, hosts=hosts
-    )
+    end = Ending(level=level, status=status, evidence=text(line), place=place, rows=rows)
+    return replace(end, hosts=(place.node,)) if place.node else end
 
 
 def caveat(status: Status, evidence: str, rank: int | None, hosts: tuple[str, ...]) -> str:

@@ -66,9 +66,11 @@ def place_of(line: bytes) -> Place:
     head = line[:MAX_LINE]
     named = NAMED.search(head) or PRINTED.search(head)
     node = ""
+    node_known = Known.NO
     # slurmstepd names the node that prints this, which is not the one that failed
     if named and b"CANCELLED AT" not in line:
         node = named[named.lastindex or 0].decode()
+        node_known = Known.LINE
     task = TASK.search(line)
     return Place(
         rank=_number(rank),
@@ -76,7 +78,7 @@ def place_of(line: bytes) -> Place:
         node=node,
         gpu=_number(GPU.search(head)),
         rank_known=rank_known,
-        node_known=Known.LINE if node else Known.NO,
+        node_known=node_known,
     )
 
 
@@ -215,8 +217,10 @@ class Places:
         elif len(place.tasks) == 1 and not (self.has_launchers and self._are_many):
             # with launchers there, many tasks a node are of another step, such as a test's
             node = self.tasks.get(place.tasks[0], "")
+        if not node:
+            return place
         how = Known.ASSUMED if known == Known.ASSUMED else Known.MAP
-        return replace(place, node=node, node_known=how) if node else place
+        return replace(place, node=node, node_known=how)
 
 
 def _add(nodes: dict[int, str], number: int, host: str) -> None:

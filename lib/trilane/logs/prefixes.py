@@ -9,42 +9,46 @@ NAN = float("nan")
 # sources of copies have.
 PREFIX = re.compile(
     rb"^\s*(?:\[default\d{1,9}\]: ?(?=\[rank))?"  # torchrun's number on the node
-    rb"(?:\[default(\d{1,9})\]:|\[?[Rr]ank ?(\d{1,9})\]?:|(\d{1,6}): |\[\d{1,6},(\d{1,9})\]<std\w{3}>:"
+    rb"(?:\[default(\d{1,9})\]:|\[?[Rr]ank ?(\d{1,9})\]?:|(\d{1,6}): "
+    rb"|\[\d{1,6},(\d{1,9})\]<std\w{3}>:"
     rb"|\[(\d{1,9})\]:?|[A-Za-z][\w-]{0,80}?(\d{1,9})(?:\.[\w.-]{1,200})?: )"
 )
+RANK_GROUPS = 4
+OF_RUN = re.compile(rb"\[rank(\d{1,7})\]:")  # a task or a host stands before the ranks that it has
 LEAD = re.compile(  # what collectors of logs, and loggers, put before it
     rb"^(?:\[[\w./ -]{1,200}\] |[\w.-]{1,100}-\d+ \w{1,40} |[A-Z]{4,8}:[\w.]{1,80}:"
-    rb"|\[?\d{4}-\d\d-\d\d[ T][\d:.,]{8,20}Z?\]?(?:\[\w{1,80}\]){0,4} ?(?:- \w{1,40} - |std\w{3} [FP] )?)"
+    rb"|\[?\d{4}-\d\d-\d\d[ T][\d:.,]{8,20}Z?\]?(?:\[\w{1,80}\]){0,4} ?"
+    rb"(?:- \w{1,40} - |std\w{3} [FP] )?)"
 )
 STAMP = re.compile(
-    rb"(?:(\d{4})[-/](\d\d)[-/](\d\d)|(\d\d)/(\d\d)/(\d{4}))[ T]([01]\d|2[0-3]):([0-5]\d):([0-5]\d)(?:[.,](\d{1,9}))?"
+    rb"(?:(\d{4})[-/](\d\d)[-/](\d\d)|(\d\d)/(\d\d)/(\d{4}))"
+    rb"[ T]([01]\d|2[0-3]):([0-5]\d):([0-5]\d)([.,]\d{1,9})?"
 )
+MAX_STAMP = 4096  # bytes that are searched for a stamp: of a line of thousands of iterations
+MAX_PREFIX = 120  # bytes
 
 
 def source(line: bytes) -> float:
     """The number of the rank, process or host that the line's prefix names; NaN without one."""
-    # a task or a host stands before the ranks that it has
-    found = (
-        b"[rank" in line[:120] and re.search(rb"\[rank(\d{1,7})\]:", line[:120])
-    ) or PREFIX.match(line)
-    return float(found[found.lastindex or 0]) if found else NAN
+    match = OF_RUN.search(line[:MAX_PREFIX]) or PREFIX.match(line)
+    return float(match[match.lastindex or 0]) if match else NAN
 
 
 def rank(line: bytes) -> float:
     """The rank that the line's prefix names, or the number on its node or of its task; NaN without
     one.
     """
-    found = PREFIX.match(line)
-    has_one = b"[rank" in line[:120] or (found and (found.lastindex or 0) <= 4)
-    return source(line) if has_one else NAN
+    prefix = PREFIX.match(line)
+    if b"[rank" in line[:MAX_PREFIX] or (prefix and (prefix.lastindex or 0) <= RANK_GROUPS):
+        return source(line)
+    return NAN
 
 
 def body(line: bytes) -> bytes:
     """The line without what launchers, collectors of logs and loggers put before it."""
-    for _ in range(3):
-        if not (found := PREFIX.match(line) or LEAD.match(line)):
-            break
-        line = line[found.end() :]
+    for _ in range(3):  # one after the other
+        if match := PREFIX.match(line) or LEAD.match(line):
+            line = line[match.end() :]
     return line
 
 
@@ -52,19 +56,14 @@ def timestamp(line: bytes) -> float:
     """Seconds since 1970 of the first time stamp in the line, as if it were UTC; NaN if there is
     none.
     """
-    found = STAMP.search(
-        line, 0, 4096
-    )  # a line of thousands of iterations is not searched for each of them
-    if not found:
+    match = STAMP.search(line, 0, MAX_STAMP)
+    if not match:
         return NAN
-    year, month, day, month_us, day_us, year_us, hours, minutes, seconds, fraction = found.groups()
-    passed = (
-        3600 * int(hours)
-        + 60 * int(minutes)
-        + int(seconds)
-        + (float(b"0." + fraction) if fraction else 0.0)
-    )
-    return _midnight(year or year_us, month or month_us, day or day_us) + passed
+    *date, hours, minutes, seconds, fraction = match.groups()
+    passed = 3600 * int(hours) + 60 * int(minutes) + int(seconds)
+    year, month, day, month_us, day_us, year_us = date
+    midnight = _midnight(year or year_us, month or month_us, day or day_us)
+    return midnight + passed + float(b"0." + (fraction or b".0")[1:])
 
 
 @lru_cache(16)

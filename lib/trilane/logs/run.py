@@ -164,13 +164,14 @@ def _finish(run: PartialRun, path: Path) -> RunLog:
     status, evidence, end = _status(run, columns)
     _learn_places(run)
     places = run.places
-    place = places.resolve(end.place) if end else Place()
+    place = Place()
     hosts: tuple[str, ...] = ()
-    if end and end.hosts:
-        hosts = end.hosts
-    elif place.node:
-        hosts = (place.node,)
-    is_to_blame = end and end.blames_node and place.node_known >= Known.MAP
+    exclude = ""
+    if end:
+        place = places.resolve(end.place)
+        hosts = end.hosts or tuple(filter(None, [place.node]))
+        if end.blames_node and place.node_known >= Known.MAP:
+            exclude = excluded(hosts)
     memory = [row for _, row in sorted(run.memory.items())]
     names = dict.fromkeys(name for row in memory for name in row)
     return RunLog(
@@ -187,7 +188,7 @@ def _finish(run: PartialRun, path: Path) -> RunLog:
         totals=run.summary,
         rank=place.rank,
         hosts=hosts,
-        exclude=excluded(hosts) if is_to_blame else "",
+        exclude=exclude,
         endings=tuple(replace(one, place=places.resolve(one.place)) for one in run.endings),
         collectives=tuple(run.watchdogs.lines(places)) if status.has_failed else (),
         own=tuple(dict.fromkeys(run.own)),
@@ -213,8 +214,8 @@ def _status(run: PartialRun, columns: Columns) -> tuple[Status, str, Ending | No
     number, total, loss = NAN, NAN, NAN
     if run.rows:
         number = columns["iteration"][-1]
-        total = columns["train_iters"][-1] if "train_iters" in columns else NAN
-        loss = columns["lm_loss"][-1] if "lm_loss" in columns else NAN
+        total = run.table.last("train_iters")
+        loss = run.table.last("lm_loss")
     is_done = number + 1 - run.first_iteration == total
     ends = run.endings
     if is_done:  # a run that the scheduler ended and that reached its last iteration was continued

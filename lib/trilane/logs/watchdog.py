@@ -117,12 +117,14 @@ class Watchdogs:
         lines = []
         for group, text in sorted(same, key=lambda key: (key[0], "timed out" in key[1])):
             ranks = sorted(same[group, text])
-            shown = ranges(ranks, 2 * SHOWN)
-            word = "rank" if len(ranks) == 1 else "ranks"
-            hosts = {places.host(rank): None for rank in ranks[: SHOWN + 1]}
+            shown = " " + ranges(ranks, 2 * SHOWN)
+            if len(ranks) > 1:
+                shown = f"s{shown}"
+            hosts = dict.fromkeys(places.host(rank) for rank in ranks[: SHOWN + 1])
             hosts.pop("", None)
-            on = f" ({', '.join(hosts)})" if hosts and len(ranks) <= SHOWN else ""
-            lines.append(f"{group or 'a process group'}: {word} {shown}{on}{of_group}: {text}")
+            if hosts and len(ranks) <= SHOWN:
+                shown += f" ({', '.join(hosts)})"
+            lines.append(f"{group or 'a process group'}: rank{shown}{of_group}: {text}")
         if len(lines) > SHOWN:
             lines[SHOWN:] = [f"and {len(lines) - SHOWN} more"]
         return lines

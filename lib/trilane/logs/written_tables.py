@@ -1,4 +1,4 @@
-"""Tables of measured runs in Markdown or CSV: each row is a run, with what its numbers contradict."""
+"""Tables of measured runs: each row of Markdown or CSV is a run, with what it contradicts."""
 
 import csv
 import re

@@ -1,4 +1,4 @@
-"""Facts: all that a log holds besides iterations: memory, timers, arguments, devices and the end."""
+"""Facts: what a log holds besides iterations: memory, timers, arguments, devices, the end."""
 
 import re
 from dataclasses import replace
@@ -37,7 +37,8 @@ LAUNCHERS = re.compile(
 DECIDES = re.compile(rb"oom|Xid|rrno|exit|status|return code|signal|ECC|error \d|enqueued|nranks")
 GPU = re.compile(
     rb"^\s*(?:\S+: ?)?(?:"
-    rb"\|\s+(\d{1,6})\s+(\S(?:.{0,80}?\S)?)\s+(?:On|Off|N/A)\s+\|\s+[\dA-Fa-f]+:[\dA-Fa-f]+:[\dA-Fa-f.]+"
+    rb"\|\s+(\d{1,6})\s+(\S(?:.{0,80}?\S)?)\s+(?:On|Off|N/A)\s+\|\s+"
+    rb"[\dA-Fa-f]+:[\dA-Fa-f]+:[\dA-Fa-f.]+"
     rb"|GPU (\d{1,6}): (\S[^()]{0,80}?) \(UUID: )"  # nvidia-smi -L
 )
 # what trilane's own runs print of themselves beside iterations and endings: the engine's loop, the
@@ -56,7 +57,7 @@ MAX_TRACEBACK = 500  # lines
 
 
 class Facts:
-    """Parses lines into facts of their run, and holds the state that facts of several lines need."""
+    """Parses lines into facts of their run, with the state of facts of several lines."""
 
     def __init__(self) -> None:
         self.inside = 0  # lines that an open dump of arguments may still have
@@ -136,7 +137,7 @@ class Facts:
         return bool(given or sizes)
 
     def end(self, line: bytes, run: PartialRun) -> bool:
-        """Read endings and tracebacks; returns whether the line may be part of one, digits aside."""
+        """Read endings and tracebacks; whether the line may be part of one, digits aside."""
         if any(word in line for word in WORDS):
             run.watchdogs.read(line)
         run.places.has_launchers |= bool(LAUNCHERS.search(line))

@@ -164,7 +164,7 @@ class Reader:
             return self._alone
         names = {name for word, name in self._words if word in line}
         tables = [table for table in self._tables if table.name in names or not table.words]
-        form = self._iteration(tables, line, is_whole) if tables else None
+        form = self._iteration(tables, line, is_whole)
         matched = not all(table.is_blind for table in tables)
         for dialect in self._companions:
             if dialect.holds(line):
@@ -203,7 +203,6 @@ class Reader:
         iterations.
         """
         spans: list[Span] = []
-        dialect = tables[0]
         for table in tables:
             of_table = table.iterations(line)
             if len(of_table) > len(spans):
@@ -211,7 +210,9 @@ class Reader:
                 dialect = table
         if not spans:
             around = [self._around(line, table) for table in tables]
-            return self._alone if any(around) else None
+            if any(around):
+                return self._alone
+            return None
         self._end()
         if not is_whole:  # the last number may be cut
             spans = [span for span in spans if span.stop < len(line)]

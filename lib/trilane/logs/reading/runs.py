@@ -140,7 +140,9 @@ class PartialRun:
                 return None
             if before is not None and number > before:
                 return None
-        return None if number == self.iteration and self._is_same(row) else False
+        if number == self.iteration and self._is_same(row):
+            return None
+        return False
 
     def _is_same(self, row: Mapping[str, float]) -> bool:
         """Whether the row has the numbers of the last one."""
@@ -185,7 +187,9 @@ class PartialRun:
         """Update the memory of a rank (NaN: unnamed, counts as 0): the current bytes, and the most
         it ever reported.
         """
-        number = report.get("rank", rank if rank == rank else 0.0)
+        number = report.get("rank", rank)
+        if number != number:
+            number = 0.0
         row = self.memory.setdefault(int(number), {"rank": number, "iteration": self.iteration})
         self.memory_is_late |= self.rows > 0
         for name, value in report.items():
@@ -254,7 +258,9 @@ class Runs:
         family = self._families.get(dialect, frozenset())
         if counted and dialect not in counted and not others <= family:
             # another reporter of the same run, such as a bar, repeats the number of the iteration
-            is_next = None if run.iteration == row["iteration"] else False
+            is_next = False
+            if run.iteration == row["iteration"]:
+                is_next = None
         if is_next is None:
             if len(family) == 1:
                 run.dialects[dialect] += 0
