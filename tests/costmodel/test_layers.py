@@ -12,7 +12,6 @@ from trilane.costmodel.constants import Constants
 from trilane.costmodel.layers import (
     all_reduce_seconds,
     attention_seconds,
-    elementwise_seconds,
     flash_seconds,
     layer_time,
 )
@@ -56,33 +55,6 @@ def test_a_layer_has_four_all_reduces_and_six_where_it_is_recomputed() -> None:
     for recompute, count in (("none", 4), ("selective", 4), ("full", 6), ("operators", 5)):
         found = layer_time(columns(tp=8, recompute=recompute), A100, NO_WAITS).tensor_parallel
         assert float(found) == pytest.approx(count * one)
-
-
-def test_full_recomputation_costs_one_forward_pass_more_of_everything() -> None:
-    """Forward F and backward B: F + B without, 2 F + B with; selective repeats the attention alone."""
-    x, c = columns(), NO_WAITS
-    none, selective, full = (
-        layer_time(columns(recompute=r), A100, c) for r in ("none", "selective", "full")
-    )
-    attention, elements = attention_seconds(x, A100, c)[0], elementwise_seconds(x, A100, c)[0]
-    assert (
-        full.attention - none.attention
-        == pytest.approx(float(attention))
-        == selective.attention - none.attention
-    )
-    assert full.elementwise - none.elementwise == pytest.approx(float(elements))
-    assert full.matmul / none.matmul == pytest.approx(4 / 3, rel=0.05), (
-        "a backward pass is two forward ones"
-    )
-    assert selective.matmul == none.matmul and selective.elementwise == none.elementwise
-    operators, half = layer_time(columns(recompute="operators"), A100, c), SHAPE.num_layers // 2
-    assert (
-        none.matmul < operators.matmul < full.matmul and operators.elementwise == full.elementwise
-    )
-    block = layer_time(columns(recompute="block", recompute_layers=half), A100, c)
-    assert block.total == pytest.approx((none.total + full.total) / 2, rel=1e-3), (
-        "a mean layer of the stage"
-    )
 
 
 def test_a_flash_kernel_does_half_of_the_products_and_two_and_a_half_times_as_much_backward() -> (

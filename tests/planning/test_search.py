@@ -54,22 +54,6 @@ def test_search_ranks_what_can_run_and_counts_the_rest_by_rule():
     assert len({*map(sizes_of, found.best_per_sizes(5).rows)}) == 5
 
 
-def test_the_best_three_are_of_three_tp_pp_dp_and_variants_are_listed_where_these_are_pinned():
-    """The fastest of each, as in the list of all."""
-    every = search(SHAPE, A100, gpus=384, gbs=2048, calibration=K)
-    three = search(SHAPE, A100, gpus=384, gbs=2048, calibration=K, top=3, distinct=True)
-    assert (
-        three.candidates == every.best_per_sizes(3).rows
-        and three.risky == every.best_per_sizes(3, risky=True).rows
-    )
-    assert three.candidates != every.candidates[:3] and three.pareto == every.pareto
-    tp, pp, _ = sizes_of(every.candidates[0])
-    pinned = search(
-        SHAPE, A100, gpus=384, gbs=2048, calibration=K, top=3, distinct=True, tp=tp, pp=pp
-    )
-    assert [sizes_of(c) for c in pinned.candidates] == 3 * [sizes_of(every.candidates[0])]
-
-
 def test_plain_loops_see_as_many_topologies_and_refuse_each_by_the_first_rule_that_it_breaks():
     """What decides for all batch sizes at once comes first, then the other rules, the engine's, and
     the memory.

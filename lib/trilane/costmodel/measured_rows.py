@@ -319,16 +319,12 @@ def _row(cells: Mapping[str, str], machine: Cluster, file: str) -> MeasuredRow:
         day=cells.get("date", ""),
         engine=engine if engine in ENGINES else "",
     )
-    memory = _measured(cells, "mem_gb") * 2**30
-    card = machine.gpu.memory_bytes
-    rule = f"is more than a card's {card / 2**30:.4g}: GiB on one GPU are needed"
-    require(not memory > 2 * card, "mem_gb", cells.get("mem_gb"), rule)
     return MeasuredRow(
         row_id=cells["row_id"],
         case=case,
         stack=stack,
         seconds=_measured(cells, "sec_per_it"),
-        memory_bytes=memory,
+        memory_bytes=_memory_bytes(cells, machine),
         table=cells.get("table_id", ""),
         ran_out=_cell("oom", bool, cells.get("oom") or "0"),
         excluded=bool(cells.get("exclude")),
@@ -353,6 +349,15 @@ def _require_machine(cells: Mapping[str, str], chosen: Mapping[str, Any], machin
     require(is_its_card, "gpu", gpu, f"{machine.name} has {machine.gpu.name}")
     if machine.gpu.kind == "cuda" and "precision" in chosen:
         machine.gpu.flops_per_s(chosen["precision"])  # refuses what the card cannot multiply
+
+
+def _memory_bytes(cells: Mapping[str, str], machine: Cluster) -> float:
+    """The bytes of the fullest GPU; ValueError where no card has as many, as in another unit."""
+    memory = _measured(cells, "mem_gb") * 2**30
+    card = machine.gpu.memory_bytes
+    rule = f"is more than a card's {card / 2**30:.4g}: GiB on one GPU are needed"
+    require(not memory > 2 * card, "mem_gb", cells.get("mem_gb"), rule)
+    return memory
 
 
 def _measured(cells: Mapping[str, str], column: str) -> float:

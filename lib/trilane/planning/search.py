@@ -84,13 +84,21 @@ class _Search:
         self.safe = list[Row]()
         self.risky = list[Row]()
         self.front = list[Row]()
-        rules: list[tuple[Rule, tuple[Any, ...]]] = [(rule, (cluster,)) for rule in CLUSTER_RULES]
-        rules += [(rule, (shape,)) for rule in SHAPE_RULES]
-        # Space.batches() has multiples of mbs x dp alone
-        rules += [(rule, ()) for rule in TOPOLOGY_RULES if rule.field != "gbs"]
         # one look at tp, pp and dp refuses all batch sizes and choices
-        self.size_rules = [pair for pair in rules if pair[0].of_sizes]
-        self.rules = [pair for pair in rules if not pair[0].of_sizes]
+        self.size_rules = list[tuple[Rule, tuple[Any, ...]]]()
+        self.rules = list[tuple[Rule, tuple[Any, ...]]]()
+        for rule in (*CLUSTER_RULES, *SHAPE_RULES, *TOPOLOGY_RULES):
+            subjects: tuple[Any, ...] = ()
+            if rule in CLUSTER_RULES:
+                subjects = (cluster,)
+            elif rule in SHAPE_RULES:
+                subjects = (shape,)
+            elif rule.field == "gbs":  # Space.batches() has multiples of mbs x dp alone
+                continue
+            if rule.of_sizes:
+                self.size_rules.append((rule, subjects))
+            else:
+                self.rules.append((rule, subjects))
         self.columns = columns_of(shape, space.fixed, space.engine)
         self.memory = memory_for(calibration, space.engine, cluster)
         self.points = functools.cache(space.points)
@@ -234,7 +242,9 @@ class _Search:
         pins = dict(self.space.pins)
         gpus = self.space.gpus[0]
         for pin in pins:
-            yield (pin,), {"pins": {name: pins[name] for name in pins if name != pin}}
+            others = {**pins}
+            del others[pin]
+            yield (pin,), {"pins": others}
         yield tuple(pins), {"pins": {}}
         yield ("gbs",), {"gbs": (max(1, round(self.space.gbs[-1] / gpus)) * gpus,)}
         for engine in ENGINES:
@@ -250,18 +260,23 @@ class _Search:
 
     def cure(self) -> str:
         """A change, as options, that lets some topology run without risk; "" where none is near."""
-        pins = self.space.pins
         first = {"gpus": self.space.gpus[:1], "gbs": self.space.gbs[-1:]}
         for names, change in self.tries():
             with contextlib.suppress(ValueError):  # no such space
                 space = dataclasses.replace(self.space, **{**first, **change})
                 result = search_space(self.shape, self.cluster, space, self.calibration, top=1)
-                for c in result.candidates:
-                    values = {**vars(c.topology), "engine": c.plan.engine, "gpus": c.topology.gpus}
-                    new = [name for name in names if values[name] not in pins.get(name, ())]
-                    options = [f"--{name.replace('_', '-')} {word(values[name])}" for name in new]
-                    return " ".join(options)
+                if result.candidates:
+                    return self.options(result.candidates[0], names)
         return ""
+
+    def options(self, c: Candidate, names: Sequence[str]) -> str:
+        """What a plan has that the pins do not allow, as options."""
+        values = {**vars(c.topology), "engine": c.plan.engine, "gpus": c.topology.gpus}
+        options = []
+        for name in names:
+            if values[name] not in self.space.pins.get(name, ()):
+                options.append(f"--{name.replace('_', '-')} {word(values[name])}")
+        return " ".join(options)
 
     def pareto(self) -> list[Candidate]:
         seconds = np.array([row.seconds for row in self.front])

@@ -177,9 +177,8 @@ class SearchResult(Table):
     @property
     def predicted_only(self) -> str | None:
         """Why no engine here can train these plans, by the best of them; None where one can."""
-        for c in (*self.candidates, *self.risky):
-            return untrainable_reason(c.topology)
-        return None
+        plans = [*self.candidates, *self.risky]
+        return untrainable_reason(plans[0].topology) if plans else None
 
     def refusals(self) -> tables.Columns:
         """How many topologies each rule refuses."""
@@ -221,8 +220,9 @@ class SearchResult(Table):
         if self.predicted_only:
             lines.append(f"predicted only: {self.predicted_only}")
         lines.append(f"held fixed: {self.space.held_fixed}")
-        for c in (*self.candidates, *self.risky)[:1]:
-            lines.append(f"the best of them: {c.prediction.support.words}")
+        plans = [*self.candidates, *self.risky]
+        if plans:
+            lines.append(f"the best of them: {plans[0].prediction.support.words}")
         lines += [c.summary() for c in self.candidates]
         if not self.candidates:
             lines.append(self.cure)

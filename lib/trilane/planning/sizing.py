@@ -141,10 +141,9 @@ class Proposals(Table):
     refuses.
     """
 
-    most = SHOWN
     shown = (
         "num_layers hidden_size num_attention_heads kv_heads ffn parameters hidden_per_layer label "
-        "sec_per_it sec_lo sec_hi tflops memory_gib days cost_over_best"
+        "sec_per_it tflops memory_gib days days_lo days_hi cost_over_best"
     )
     request: SizeRequest
     rows: tuple[Proposal, ...]
@@ -195,9 +194,18 @@ class Proposals(Table):
 
         return pd.DataFrame([p.columns(self.best) for p in self.rows])
 
+    def view(self, most: int = SHOWN) -> DataFrame:
+        """The first shapes, with the 90 % interval of their days."""
+        frame = self.to_frame().head(most)
+        frame["days_lo"] = [p.days_interval[1] for p in self.rows[:most]]
+        frame["days_hi"] = [p.days_interval[2] for p in self.rows[:most]]
+        return displayed(frame, self.shown)
+
     def broken_rules(self) -> Columns | Text:
         """The rules that the best twelve break, a row a shape and rule."""
-        rows = [(p.size, note) for p in self.rows[:SHOWN] for note in p.notes]
+        rows = []
+        for p in self.rows[:SHOWN]:
+            rows += [(p.size, note) for note in p.notes]
         if not rows:
             return Text("None of these shapes breaks a rule.")
         return Columns.of_rows(("shape", "rule"), rows)
@@ -221,7 +229,7 @@ class Proposals(Table):
         lines = [f"{asked}; days with nothing going wrong:"]
         if not self.rows:
             return "\n".join([*lines, self.why_none()])
-        table = displayed(self.to_frame().head(top), self.shown)
+        table = self.view(top)
         lines.append(table.to_string(index=False, float_format=amount))
         for p in self.rows[:top]:
             lines += [f"{p.size}: {note}" for note in (p.shape.kind, *p.notes) if note]

@@ -1,7 +1,6 @@
 """Space: which topologies a search looks at, in blocks of one tp x pp x dp and all batch sizes."""
 
 import dataclasses
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
@@ -17,7 +16,7 @@ from trilane.config.engines import (
 )
 from trilane.config.model import ModelShape
 from trilane.config.options import check_field, read_field
-from trilane.config.parallelism import Topology, dividing, invalid_reason
+from trilane.config.parallelism import Topology, invalid_reason
 from trilane.costmodel.columns import Columns, number_of
 from trilane.utils.tables import Record
 from trilane.utils.validation import require, require_known
@@ -72,11 +71,9 @@ class Space(Record):
         require(any(n % cp == 0 for n in self.gpus), "cp", cp, f"must divide gpus={gpus}")
         pinned = [name for name in SIZES if name in self.pins]
         if pinned and not any(self.sizes()):
-            sizes = [self.pins[name][0] for name in pinned]
+            first = pinned[0]
             rule = f"no tp x pp x dp with the pinned sizes makes gpus={gpus}"
-            if len(pinned) == 1:
-                rule += dividing(gpus // cp, sizes[0])
-            require(False, " x ".join(pinned), math.prod(sizes), rule)
+            require(False, first, self.pins[first][0], rule)
 
     @property
     def held_fixed(self) -> str:
@@ -133,11 +130,11 @@ class Space(Record):
         values = {name: self.pins.get(name, usual) for name, usual in VARIED.items()}
         # neither means anything without a pipeline or tensor parallelism; where one is pinned there
         # is no other choice
-        chunks = values["interleaving"] or divisors(held)
-        values["interleaving"] = tuple(n for n in chunks if has_pp or n == 1)
+        values["interleaving"] = values["interleaving"] or tuple(divisors(held))
+        if not has_pp:
+            values["interleaving"] = _only(1, values["interleaving"])
         if not has_tp:
-            cuts = values["sequence_parallel"]
-            values["sequence_parallel"] = tuple(cut for cut in cuts if not cut)
+            values["sequence_parallel"] = _only(False, values["sequence_parallel"])
         for name in OVERLAPS:
             if name not in self.pins and not (has_dp and name in OVERLAPPED[self.engine]):
                 values[name] = (False,)
@@ -159,8 +156,13 @@ class Space(Record):
 
         points = list[Point]([{}])
         for name, choices in values.items():
-            points = [{**point, name: value} for point in points for value in choices]
-            points = [point for point in points if is_useful(name, point)]
+            longer = []
+            for point in points:
+                for value in choices:
+                    candidate = {**point, name: value}
+                    if is_useful(name, candidate):
+                        longer.append(candidate)
+            points = longer
         return points
 
 
@@ -180,12 +182,12 @@ def space_for(
     space holds it fixed (precision, attention, fp32_gradients, cp, ...). Raises ValueError for what
     no search can look at.
     """
-    given = {
-        n: value for n, value in choices.items() if value is not None and value not in ("", ())
-    }
     names = [f.name for f in fields(Topology) if f.name != "gbs"]
-    for name in given:
-        require_known("choice", name, names)
+    given = {}
+    for name, value in choices.items():
+        if value is not None and value not in ("", ()):
+            require_known("choice", name, names)
+            given[name] = value
     precision = given.get("precision", default_precision(cluster))
     cluster.gpu.flops_per_s(precision)
     offload = _tuple(given.get("offload", "none"))[0]
@@ -233,6 +235,11 @@ def word(value: Any) -> Any:
     if isinstance(value, bool):
         return "yes" if value else "no"
     return value
+
+
+def _only(value: Any, values: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The value alone where it is among them; else none."""
+    return (value,) if value in values else ()
 
 
 def _tuple(value: Any) -> tuple[Any, ...]:
