@@ -140,7 +140,6 @@ class Training:
         self._done = 0
         self._saved = ""
         self._not_finite = ""
-        self._is_short = False
         if checkpoint:
             load(checkpoint, plan, world, self._engine)
             self._done = checkpoint.iteration
@@ -162,9 +161,6 @@ class Training:
         log = TrainingLog(self._plan, self._world, self._folder)
         first = next((batch.number for batch in self._plan.batches(self._done)), 0)
         request, _ = self._requests.now(begun=False)
-        # that saving works again, only a save proves
-        if not storage.trouble(self._folder).startswith(storage.NOT_SAVED):
-            self._check_storage()
         begin = time.perf_counter()
         for batch in self._plan.batches(self._done):
             if request.stop:
@@ -245,28 +241,14 @@ class Training:
             saved = part()
         if saved is None:
             return
+        problem = ""
         if saved.problem:
             problem = f"{storage.NOT_SAVED}: {saved}; the newest is {self._saved or 'none'}"
-            self._print(problem)
-            if self._world.is_first:
-                storage.note(self._folder, problem)
-            return
-        self._saved = saved.name
-        self._print(str(saved))
-        self._check_storage()
-
-    def _check_storage(self) -> None:
-        """Record whether the next save fits: one line until that changes."""
-        if not self._world.is_first:
-            return
-        problem = ""
-        run = self._plan.run
-        if run.saves_at_end and self._saved != name_of(run.goal):
-            problem = storage.shortage(self._folder, self._plan)
-        if problem and not self._is_short:
-            self._print(problem)
-        self._is_short = bool(problem)
-        storage.note(self._folder, problem)
+        else:
+            self._saved = saved.name
+        self._print(problem or str(saved))
+        if self._world.is_first:
+            storage.note(self._folder, problem)
 
     def _end(self, request: StopRequest) -> None:
         """Print and record whether the run completed, or what stopped it and the newest checkpoint."""

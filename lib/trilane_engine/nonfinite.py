@@ -70,7 +70,6 @@ class Watch:
         self._forward = [-1] * len(chunks)
         self._backward = [0] * len(chunks)
         self._looked = 0
-        self._largest: dict[Pass, tuple[float, str]] = {}  # and in which value
 
     @contextlib.contextmanager
     def hooks(self) -> Iterator[None]:
@@ -120,15 +119,12 @@ class Watch:
                 tensor.register_hook(partial(self._look, at, f"the gradient of {what}", module))
 
     def _look(self, at: Pass, what: str, module: nn.Module, tensor: Tensor) -> None:
-        """Keep the largest value, or the first that is not finite."""
+        """Keep the first value that is not finite."""
         number, microbatch, backward = at
         if backward:
             self._backward[number] = microbatch
         self._looked += 1
-        before, where = self._largest.get(at, (0.0, "none"))
-        size = largest(tensor)
-        if math.isfinite(size):
-            self._largest[at] = max((before, where), (size, what))
+        if math.isfinite(largest(tensor)):
             return
         bad = ""
         for name, weight in module.named_parameters(recurse=False):
@@ -138,9 +134,8 @@ class Watch:
         seen = Seen(microbatch, backward, place, self._looked, not bad, self._rank, "")
         if seen > self.first:
             return
-        limit = f"{str(tensor.dtype).removeprefix('torch.')} ends at"
-        why = f"the largest before it is {before:.3g} in {where}"
-        why += f"; {limit} {torch.finfo(tensor.dtype).max:.3g}"
+        precision = str(tensor.dtype).removeprefix("torch.")
+        why = f"{precision} ends at {torch.finfo(tensor.dtype).max:.3g}"
         if bad:
             why = f"its {bad} is not finite"
         direction = "backward" if backward else "forward"

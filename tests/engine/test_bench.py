@@ -108,18 +108,3 @@ def test_a_file_that_cannot_be_written_is_refused_before_anything_is_measured(
     (tmp_path / "here.json").touch()
     assert bench.main([str(tmp_path / out)]) == 2
     assert capsys.readouterr() == ("", f"trilane: out={tmp_path / out}: {rule}\n")
-
-
-def test_a_card_without_bf16_has_no_rate_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A V100, typed in: no bf16, and what is measured is a share of the peak."""
-    import torch
-
-    from trilane.costmodel.constants import Constants
-    from trilane_engine.bench import rates
-
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 0))
-    for name in ("matmul_flops_per_s", "copy_bytes_per_s", "host_to_device_bytes_per_s", "call_s"):
-        monkeypatch.setattr(rates, name, lambda *given: 1e9)
-    facts = rates.of_device(torch.device("cuda", 0))
-    assert facts["gpu.bf16_flops_per_s"] == 0
-    assert facts["gpu.fp16_flops_per_s"] == 1e9 / Constants.matmul

@@ -99,35 +99,3 @@ def test_recomputation_drops_the_very_same(
     assert all(losses[way] == losses["none"] for way in ways)
     pairs = zip(losses["none"], truth(TASKS["plain"], 4), strict=False)
     assert max(abs(loss - without) for loss, (without, _) in pairs) > 1e-3
-
-
-COUNT = """
-import torch
-import torch.nn.functional as F
-calls, plain = [], F.scaled_dot_product_attention
-def counted(*args, **options):
-    calls.append(1)
-    return plain(*args, **options)
-F.scaled_dot_product_attention = counted
-from trilane_engine.backends.base import Microbatch, build
-engine, tokens = build(plan, world), torch.zeros(2, 64, dtype=torch.int64)
-engine.step([Microbatch(tokens=tokens, labels=tokens)] * 4, 1e-3)
-print(len(calls))
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("engine", "again", "choices"),
-    [
-        ("megatron", 4, {"recompute": "selective"}),
-        ("deepspeed-3d", 3, {"recompute": "block", "recompute_layers": 3, "zero": 1}),
-    ],
-)
-def test_what_is_recomputed_is_really_computed_again(
-    engine: str, again: int, choices: dict, ask: Callable, data: Path
-) -> None:
-    """Calls of the attention core for 4 microbatches in one iteration: 4 layers forward, and those
-    recomputed.
-    """
-    assert int(ask(small_plan(data, engine=engine, **choices), COUNT)) == 4 * (4 + again)

@@ -110,29 +110,3 @@ def test_a_fused_training_follows_one_process(
     assert losses == pytest.approx([loss for loss, _ in truth(task, 4)], abs=bound, rel=0)
     logs = "".join(log.read_text() for log in (tmp_path / "run").glob("*.log"))
     assert logs.count("trilane: fused path (run.fused=on)") == 1  # of all ranks
-
-
-LEVERS = """
-import torch
-from megatron.core.tensor_parallel import layers
-from trilane_engine.backends.base import build
-from trilane_engine.model.fused import add_product, adds_products
-engine = build(plan, world)
-print({bool(group.get("fused")) for group in engine._optimizer.param_groups})
-total, x, grads = torch.ones(3, 5), torch.randn(7, 5), torch.randn(7, 3)
-assert adds_products(total.device, total.dtype)
-layers.fused_weight_gradient_mlp_cuda.wgrad_gemm_accum_fp32(x, grads, total)
-assert torch.allclose(total, 1 + grads.T @ x)
-"""
-
-
-@pytest.mark.parametrize("engine", ["megatron", "deepspeed-zero"])
-def test_the_optimizer_is_fused_or_not_as_the_plan_says_whatever_is_compiled(
-    ask: Callable, engine: str
-) -> None:
-    """And a weight's gradient is added into its sum by the product, where megatron-core asks apex
-    for it.
-    """
-    for adam, fused in (("fused", True), ("torch", False)):
-        plan = small_plan(Path("data"), engine=engine, zero=int(engine != "megatron"), adam=adam)
-        assert ask(plan, LEVERS) == f"{{{fused}}}\n"

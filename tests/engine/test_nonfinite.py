@@ -57,7 +57,7 @@ FAULTS = {
     ),
     "a value on the last of two stages": (
         *(OUTPUT, {2}, {"pp": 2, "dp": 2, "zero": 1, **OVERLAPS}),
-        "Inf in the output of decoder.layers.2.mlp, forward pass of microbatch 1 on rank 2: the largest ",
+        "Inf in the output of decoder.layers.2.mlp, forward pass of microbatch 1 on rank 2: float32",
     ),
     "a gradient alone": (
         *(GRADIENT, {0}, {"recompute": "full"}),
@@ -65,7 +65,7 @@ FAULTS = {
     ),
     "an overflow of fp16": (
         *(LARGE, {0, 1}, {"tp": 2, "precision": "fp16"}),
-        "; float16 ends at 6.55e+04",
+        ": float16 ends at 6.55e+04",
     ),
 }
 

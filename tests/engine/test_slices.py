@@ -46,21 +46,3 @@ def test_a_range_of_a_part_is_boxes_that_cover_it_in_order(box: tuple) -> None:
                 assert torch.equal(values, part[first + at : first + at + count])
                 at += count
             assert at == end - first and len(found) <= 2 * len(box) - 1
-
-
-def test_a_range_is_assembled_from_rows_and_columns_of_several_files(tmp_path: Path) -> None:
-    """What ZeRO divides, read where it was divided otherwise: columns 0-1 in one file, 2-4 in
-    another.
-    """
-    whole, slices = torch.arange(20.0).reshape(4, 5), []
-    for number, side in enumerate(((0, 2), (2, 5))):
-        part = whole[:, slice(*side)].contiguous()
-        at, _ = files.write_slices(tmp_path / f"{number}", [("exp_avg", tuple(part.shape))], [part])
-        slices.append({"box": ((0, 4), side), "file": f"{number}", "at": at})
-    box = ((1, 4), (1, 5))
-    flat = whole[1:4, 1:5].reshape(-1)
-    for values in ((0, 12), (3, 10), (5, 6), (0, 0)):
-        found = files.assemble_range(tmp_path, slices, "exp_avg", box, values)
-        assert torch.equal(found, flat[slice(*values)])
-    with pytest.raises(ValueError, match="6 of 12 numbers are in its slices"):
-        files.assemble(tmp_path, slices[:1], "exp_avg", ((1, 4), (0, 4)))

@@ -2,8 +2,7 @@
 
 `python -m trilane_engine.data.corpus plan.json` makes it, or all of a blend, and prints the
 prefixes; with --in-job, where nodes wait, it refuses to make a large one. torch is not imported,
-which would take seconds, unless there is a GPU that it may be unable to use, or the plan has a
-layer of its own, which is tried out then.
+which would take seconds, unless there is a GPU that it may be unable to use.
 """
 
 import contextlib
@@ -352,13 +351,6 @@ def main(argv: list[str]) -> int:
 
             own_device(plan.topology.precision)
         print(*prepare_all(plan.data, plan.shape), sep="\n")
-        if plan.layer:
-            from trilane_engine.cpu import enable_cpu
-
-            enable_cpu()
-            from trilane_engine.model.own_layer import rehearse
-
-            rehearse(plan)
     except ValueError as error:
         print(error, file=sys.stderr)
         return 2

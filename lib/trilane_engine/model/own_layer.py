@@ -2,9 +2,8 @@
 
 It is a subclass of megatron-core's TransformerLayer, made as CLASS(config, submodules,
 layer_number=...), or any module that is made as CLASS(config, layer_number) and maps (S, B, C) to
-(S, B, C): S sequence (this rank's part of it), B microbatch, C hidden size. Before it is trained it
-runs once on random values: one layer in the process that prepares the data, its own layers on each
-rank. Left out: whether values and gradients are right under tensor parallelism, which the losses
+(S, B, C): S sequence (this rank's part of it), B microbatch, C hidden size. Before a training each
+rank runs its layers once on random values. Left out: whether values and gradients are right under tensor parallelism, which the losses
 show; a layer itself sums gradients of which each rank has a part.
 """
 
@@ -18,11 +17,9 @@ import sys
 import traceback
 import types
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 import torch
-from megatron.core import parallel_state
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import (
@@ -33,14 +30,12 @@ from megatron.core.transformer.transformer_layer import (
 from torch import Tensor, nn
 
 from trilane.config.layer import Layer
-from trilane.config.parallelism import Topology
 from trilane.config.plan import Plan
 from trilane.utils.tables import short
 from trilane.utils.validation import HostError, shown
-from trilane_engine import patches
 from trilane_engine.model import rng
 from trilane_engine.model.fused import DTYPES
-from trilane_engine.model.gpt import fill_parameters, layer_spec, sum_over_tp, transformer_config
+from trilane_engine.model.gpt import sum_over_tp
 
 
 class Wrapped(nn.Module):
@@ -166,28 +161,3 @@ def try_out(plan: Plan, module: nn.Module) -> None:
 
 def _refuse(layer: Layer, rule: str) -> None:
     raise HostError(f"layer={layer.name}: {rule}")
-
-
-def rehearse(plan: Plan) -> None:
-    """Try out the plan's first layer as one of its ranks, alone; ValueError where it would not
-    train.
-    """
-    # what a layer sees of the topology: with one replica the rest would not be valid
-    seen = ("tp", "mbs", "sequence_parallel", "recompute", "recompute_layers", "attention")
-    t = Topology(gbs=plan.topology.mbs, **{name: getattr(plan.topology, name) for name in seen})
-    if plan.topology.precision != "fp8":  # which would want a GPU here
-        t = replace(t, precision=plan.topology.precision)
-    plan = replace(plan, topology=t, run=replace(plan.run, fused="off"))
-    # the messages to other ranks go nowhere, so that values are wrong and shapes are right
-    patches.join_fake_group(0, t.tp)
-    parallel_state.initialize_model_parallel(t.tp, create_gloo_process_groups=False)
-    rng.seed_streams(plan.run.seed)
-    config = transformer_config(plan)
-    try:
-        spec = own_spec(plan, layer_spec(plan.shape, config))
-        module = spec.module(config=config, layer_number=1, submodules=spec.submodules)
-        named = ((f"decoder.layers.0.{name}", held) for name, held in module.named_parameters())
-        fill_parameters(named, plan)
-        try_out(plan, module.to(torch.cuda.current_device(), config.params_dtype))
-    except HostError as error:
-        raise ValueError(str(error)) from None
