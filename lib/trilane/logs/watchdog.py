@@ -1,7 +1,7 @@
 """Ranks missing from a collective, by what their NCCL watchdogs print when it times out: a table of
 ranks.
 
-torch's ProcessGroupNCCL.cpp, 1.13 to 2.13: a rank is `[Rank 3]`, `[PG 1 Rank 3]`, `[PG 0
+torch's ProcessGroupNCCL.cpp, 2.2 to 2.13: a rank is `[Rank 3]`, `[PG 1 Rank 3]`, `[PG 0
 (default_pg) Rank 3]` or `[PG ID 0 PG GUID 0(default_pg) Rank 3]`, numbered within its process
 group, and since 2.2 `[rank3]:` in the run.
 https://github.com/pytorch/pytorch/blob/main/torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp
@@ -55,28 +55,28 @@ class Report:
         return "; ".join(parts) or "ended with an error"
 
 
-Reports = dict[tuple[str, int], Report]  # by process group ("": not named) and rank
-
-
 @dataclass(kw_only=True)
 class Watchdogs:
-    """What the ranks of a run reported: `numbered` in the run, or `others` in their group alone."""
+    """What the ranks of a run reported, by process group ("": not named) and rank."""
 
-    numbered: Reports = field(default_factory=dict)
-    others: Reports = field(default_factory=dict)
+    reports: dict[tuple[str, int], Report] = field(default_factory=dict)
 
     def read(self, line: bytes) -> None:
         """Read a line of a watchdog or the heartbeat monitor."""
         member = MEMBER.search(line)
-        if not member or b"periodically" in line or len(self.numbered) > MAX_REPORTS:
+        if not member or b"periodically" in line or len(self.reports) > MAX_REPORTS:
             return
         group = _group(member)
         of_run = OF_RUN.search(line)
-        reports = self.numbered if of_run or group == DEFAULT else self.others
-        rank = int(of_run[1] if of_run else member[4])
-        report = reports.setdefault((group, rank), Report())
+        if of_run:
+            rank = int(of_run[1])
+        elif group == DEFAULT:
+            rank = int(member[4])
+        else:
+            return  # before torch 2.2 a rank is numbered in a group that is not named
+        report = self.reports.setdefault((group, rank), Report())
         # a watchdog's first line names the operation and not the group, later ones the group alone
-        first = reports.get(("", rank), report)
+        first = self.reports.get(("", rank), report)
         if work := WORK.search(line):
             report.stuck = int(work[1])
             report.operation = f" ({work[2].decode()})"
@@ -97,11 +97,7 @@ class Watchdogs:
         The log does not give the members of a group: who printed nothing is known of the group of
         all ranks alone.
         """
-        reports = self.others
-        of_group = " of it"
-        if any(report.stuck >= 0 for report in self.numbered.values()):
-            reports = self.numbered
-            of_group = ""
+        reports = self.reports
         stuck = [key for key, report in reports.items() if report.stuck >= 0]
         named = {rank for group, rank in stuck if group}
         groups = {group for group, rank in stuck if group or rank not in named}
@@ -124,7 +120,7 @@ class Watchdogs:
             hosts.pop("", None)
             if hosts and len(ranks) <= SHOWN:
                 shown += f" ({', '.join(hosts)})"
-            lines.append(f"{group or 'a process group'}: rank{shown}{of_group}: {text}")
+            lines.append(f"{group or 'a process group'}: rank{shown}: {text}")
         if len(lines) > SHOWN:
             lines[SHOWN:] = [f"and {len(lines) - SHOWN} more"]
         return lines
