@@ -25,7 +25,6 @@ from trilane.config.model import ModelShape
 from trilane.config.parallelism import PARTITION, Topology
 from trilane.config.plan import Plan
 from trilane.config.training import Data, Dropout, Optimizer, Part, Run
-from trilane.costmodel import memory
 from trilane.interop.megatron_args import (
     known_arguments,
     megatron_args,
@@ -281,21 +280,6 @@ def test_megatron_lm_takes_every_plan_and_means_what_the_plan_has(taken: list) -
     for plan, args in taken:
         assert misunderstood(args, as_converted(plan)) == {}
     assert {args.lr_decay_style for _, args in taken} == {"cosine"}
-
-
-def test_megatron_core_configures_every_plan_and_deals_the_layers_as_we_do(taken: list) -> None:
-    """TransformerConfig checks again; get_num_layers_to_build() of transformer_block.py."""
-    block = importlib.import_module("megatron.core.transformer.transformer_block")
-    arguments = importlib.import_module("megatron.training.arguments")
-    for plan, args in taken:
-        t = plan.topology
-        config = arguments.core_transformer_config_from_args(args)
-        assert t.recompute != "selective" or config.recompute_modules == ["core_attn"]
-        dealt = [0] * t.pp
-        for stage in range(t.pp):
-            for chunk in [None] if t.interleaving == 1 else range(t.interleaving):
-                dealt[stage] += block.get_num_layers_to_build(config, chunk, stage)
-        assert dealt == memory.stage_layers(plan.shape, t)
 
 
 def test_a_plan_comes_back_from_what_was_printed() -> None:

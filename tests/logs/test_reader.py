@@ -6,7 +6,6 @@ import pytest
 from test_log_dialects import TITAN, m2021, m2022
 
 from trilane.analysis.measure import measure_log
-from trilane.logs.arguments import read_value
 from trilane.logs.reading.blocks import blocks
 from trilane.logs.reading.reader import Reader
 from trilane.logs.run import read_logs
@@ -155,20 +154,14 @@ def test_a_unit_that_changes_under_its_label_is_put_right(tmp_path):
 
 
 PREFIXES = [
-    "[1745]: ",
     "jz-a100-3: ",
     " 3: ",
     "[rank3]:",
     "[1,3]<stdout>:",
     "[pod/train-3/main] ",
-    "[1745] ",
-]
-PREFIXES += [
-    "2026-01-01T10:00:00.123456789Z ",
-    "2026-01-01 10:00:00,123 - INFO - ",
-    "INFO:root:",
     "[default7]:",
 ]
+PREFIXES += ["2026-01-01T10:00:00.123456789Z ", "2026-01-01 10:00:00,123 - INFO - ", "INFO:root:"]
 
 
 @pytest.mark.parametrize("prefix", PREFIXES)
@@ -242,17 +235,6 @@ def test_a_form_that_held_nothing_is_read_once_other_digits_give_it_values(tmp_p
     dump = "---------------- arguments ----------------\n  hidden_size ......... 64\n  a_name_that_is_long  7\n---------------- end of arguments ----------------\n"
     *_, log = runs(tmp_path, (START + dump * 20 + m2021(1)) * 2)
     assert (log.arguments["hidden_size"], log.arguments["a_name_that_is_long"]) == (64, 7)
-    words = {
-        "None": None,
-        "True": True,
-        "False": False,
-        "true": True,
-        "false": False,
-        "1e-5": 1e-5,
-        "1e999": "1e999",
-    }
-    words |= {str(1 << 63): str(1 << 63), "9": 9, "x": "x"}
-    assert {text: read_value(text) for text in words} == words
 
 
 def test_a_file_that_grows_is_read_as_far_as_it_goes(tmp_path, monkeypatch):
