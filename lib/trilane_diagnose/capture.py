@@ -84,7 +84,7 @@ def pyspy_dump(pid: int, *, stopped: bool = False) -> tuple[str, str]:
 
 
 def _faulthandler_dump(folder: Path, beat: Heartbeat) -> str:
-    """What faulthandler writes on the signal STACKS; "" where the rank does not respond within 3 s."""
+    """What faulthandler writes on the signal STACKS; "" of a rank that does not respond in 3 s."""
     path = folder / "ranks" / f"{beat.rank}.stack"
     if not path.exists():
         return ""

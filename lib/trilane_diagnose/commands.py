@@ -139,7 +139,6 @@ def bisect(
     out: Path | None = option(
         None, "folder of the jobs (default: <plan>-bisect)", metavar="FOLDER"
     ),
-    dry_run: bool = option(False, "only print what would be tried"),
 ) -> Answer:
     """Shrink the hanging PLAN in short jobs until the boundary between what works and what hangs is
     known.
@@ -148,9 +147,6 @@ def bisect(
     names = tuple(axes.split(","))
     for name in names:
         require_known("axis", name, bisection.AXES)
-    if dry_run:
-        text = "\n".join(f"{name}: {bisection.values(read, name)}" for name in names)
-        return Answer.lines("tried", text)
     folder = out or plan.with_name(f"{plan.stem}-bisect")
     require(not folder.exists(), "out", folder, "exists; name another")
     return Answer.of(bisection.bisect(read, names, bisection.local_runner(folder, timeout)))

@@ -62,9 +62,10 @@ class Break(Record):
     """What a restart did not continue: the last line before it, the first one after it that
     differs, and why.
 
-    quantity, cause     keys of WORDS: what is seen; a cause where a test separates it, to which `detail` adds
-    expected            what the course before leads to at the line `after`; `size` is the value relative to it
-    excluded, possible  else the causes that the other quantities exclude, with why, and all that remain
+    quantity, cause     keys of WORDS: what is seen; a cause where a test separates it (`detail`)
+    expected            what the course before leads to at the line `after`
+    size                the value relative to that
+    excluded, possible  else the causes that other quantities exclude, with why, and the others
     """
 
     DERIVED: ClassVar = ("size", "sentence")
@@ -448,7 +449,7 @@ def _gradient(restart: Boundary, column: Column) -> Found | None:
 
 
 def _first(values: np.ndarray, level: float, moved: float) -> int:
-    """The first line that is half as far off as the lines after the restart are, by the logarithm."""
+    """The first line that is half as far off, by the logarithm, as the lines after the restart."""
     return int(np.argmax(np.log(values / level) * np.sign(moved) > 0.5 * abs(moved)))
 
 

@@ -193,7 +193,7 @@ def is_trainer(dump: Dump) -> bool:
 
 
 def read_file(path: Path) -> list[Dump] | Recording:
-    """The recording in a file, or its dumps; none in another file. ValueError for a damaged dump."""
+    """The recording in a file, or its dumps; none in another. ValueError for a damaged dump."""
     require(path.stat().st_size <= LARGEST_DUMP, "file", path.name, "larger than any dump")
     data = path.read_bytes()
     is_json = data.lstrip()[:1] == b"{" and (b'"entries"' in data or b'"pg_config"' in data)

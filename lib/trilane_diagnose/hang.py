@@ -103,7 +103,7 @@ class Verdict(Table):
         return table.assign(step=table["step"].where(table["step"] >= 0))
 
     def summary(self) -> str:
-        """The verdict, the option for the next submission, the groups of equal stacks, the notes."""
+        """The verdict, the option for the next submission, the groups of stacks, the notes."""
         lines = [EXAMPLE] if self.example else []
         lines.append(self.paragraph)
         if self.exclude:
@@ -262,7 +262,7 @@ def _notes(found: Conditions) -> list[str]:
         "silent": "missing: ranks {} have no stack, though most do: they may have ended",
         "unknown": "missing: ranks {} have no dump; one of them may be late",
         "unreadable": "missing: the dumps of ranks {} cannot be read; one of them may be late",
-        "moved": "ranks {} moved between the two moments: slow rather than stuck; take a third dump",
+        "moved": "ranks {} moved between the two moments: slow rather than stuck",
     }
     return [text.format(ranges(kinds[kind])) for kind, text in texts.items() if kind in kinds]
 

@@ -278,7 +278,7 @@ def only_dead_are_left(
 
 
 def goes_on(folder: Path, job: str) -> str:
-    """Which nodes of the job are replaced by spares before its next start; "" where the job ends."""
+    """The nodes of the job that spares replace before its next start; "" where the job ends."""
     events = [e for e in ledger.events(folder, "started", "ended", "replaced") if e["id"] == job]
     if events and events[-1]["event"] == "replaced":
         return ", ".join(events[-1]["nodes"])

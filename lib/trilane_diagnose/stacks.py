@@ -51,7 +51,7 @@ class Frame(NamedTuple):
 
     @property
     def key(self) -> tuple[str, str, int]:
-        """Identifies the frame across tools, which report one file relative to different folders."""
+        """Identifies the frame across tools, which report a file relative to other folders."""
         return self.function, self.file.rpartition("/")[2], self.line
 
 
@@ -178,7 +178,7 @@ def _thread(text: str) -> Thread:
 
 
 def read_json(text: str) -> list[Dump]:
-    """The process in the output of `py-spy dump --json`; none where it is damaged, or another text."""
+    """The process in the output of `py-spy dump --json`; none in damaged or other text."""
     try:
         values = json.loads(text)
         threads = []

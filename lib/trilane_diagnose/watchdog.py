@@ -1,8 +1,8 @@
 """The watchdog: a run without progress has its stacks dumped and diagnosed, and ends as a `hang`.
 
 For a run on this machine the launcher polls HangMonitor. In a scheduler's job one process on each
-node does, by the heartbeats of that node: `python -m trilane_diagnose.watchdog RUN_FOLDER PID RANK`,
-started by its first rank (PID). When they stall, the one of rank 0's node asks all others for
+node does, by the heartbeats of that node, started by its first rank:
+`python -m trilane_diagnose.watchdog RUN_FOLDER PID RANK`. When they stall, the one of rank 0's node asks all others for
 stacks, and decides, or another's, a little later.
 """
 

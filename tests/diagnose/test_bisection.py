@@ -31,15 +31,6 @@ def test_a_planted_boundary_in_layers_is_found_in_few_jobs(boundary: int) -> Non
     assert tried == [("plan", 0), *(("layers", layers) for layers in JOBS[boundary])]
 
 
-def test_every_axis_has_its_own_boundary() -> None:
-    def run(plan: Plan) -> str:
-        size = plan.shape.num_layers * plan.shape.hidden_size * plan.topology.dp
-        return "timeout" if size >= 20_000 else "completed"
-
-    found = [(b.axis, b.works, b.hangs) for b in bisect(PLAN, AXES, run).boundaries]
-    assert found == [("layers", 19, 20), ("hidden", 124, 128), ("dp", 1, 2), ("gbs", 0, 8)]
-
-
 def test_only_valid_plans_are_tried_and_replicas_keep_their_share_of_the_batch() -> None:
     every = [[*range(1, 41)], [*range(4, 257, 4)], [1, 2, 3, 4], [*range(8, 65, 8)]]
     assert [values(PLAN, axis) for axis in AXES] == every

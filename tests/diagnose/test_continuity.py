@@ -99,14 +99,6 @@ def test_a_ramp_up_that_begins_again_is_named_and_a_planned_one_is_not(tmp_path)
     assert not restarted(tmp_path, larger, rampup_batch_size="['64', '32', '9765625']")[0]
 
 
-def test_only_losses_equal_to_the_last_digit_show_which_checkpoint_was_loaded():
-    loss = wandering(400)
-    before = log(300, lm_loss=loss[:300])
-    after = log(60, first=301, lm_loss=loss[100:160], name="b.log")
-    (found,) = find_breaks([before, after]).breaks
-    assert (found.cause, found.detail) == ("older-checkpoint", "from iteration 101 on")
-
-
 COURSES = {
     "ramp-up": RAMP,
     "batch that doubles": Training(batch=lambda i: 16.0 * 2 ** min(4, (i - 1) // 100)),
@@ -143,13 +135,6 @@ def test_noise_is_no_break(memory):
         norm = 0.3 * np.exp(0.15 * np.random.default_rng(seed).standard_normal(600))
         after = log(200, first=401, lm_loss=loss[400:], grad_norm=norm[400:], name="b.log")
         assert not find_breaks([log(400, lm_loss=loss[:400], grad_norm=norm[:400]), after]).breaks
-
-
-def test_a_count_of_few_digits_is_no_break():
-    """52.4M: such a count rises unevenly by its last digit."""
-    counts = np.round(64.0 * np.arange(1, 461), -3)
-    after = log(60, first=401, consumed_samples=counts[400:], name="b.log")
-    assert not find_breaks([log(400, consumed_samples=counts[:400]), after]).breaks
 
 
 def test_a_loss_of_another_level_is_found_sooner_on_the_same_data():

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from dumps import recording, topology
+from dumps import recording
 
 from trilane_diagnose.flight_recorder import read_recording
 from trilane_diagnose.hang import Verdict, diagnose_hang
@@ -128,14 +128,6 @@ def test_of_ranks_without_a_dump_nothing_is_concluded_but_that_it_is_one_of_them
     assert (
         verdict.suspects == () and verdict.exclude == "" and "ranks 0, 2, 4-6 " in verdict.summary()
     )
-
-
-def test_a_send_names_its_peer_by_its_place_in_the_group(tmp_path: Path) -> None:
-    """Of the pipeline of ranks 1, 3, 5 and 7, "recv 2<-1" is rank 5's, from rank 3."""
-    topology(tmp_path, 2, 4, 1)
-    made = {rank: batch(1, "started", "recv 2<-1") if rank == 5 else [] for rank in range(8)}
-    verdict = judged(tmp_path, made, [{"7": [0, 2, 4, 6]}, {"7": [1, 3, 5, 7]}] * 4)
-    assert {r: targets for r, targets in verdict.edges.items() if targets} == {5: {3}}
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from pathlib import Path
 from random import Random
 
 import pytest
-from dumps import VALUES, faulthandler_text, pyspy_text, topology, write_all
+from dumps import VALUES, pyspy_text, topology, write_all
 from job import ATTENTION, DATA, DP_SUM, GRID, ROOT, STEP, Stack, c10d
 from plants import PLANTS, data_loader, write
 from support import REPOSITORY, small_plan
@@ -20,7 +20,6 @@ from trilane.cli.app import main
 from trilane.workspace.heartbeat import Heartbeat
 from trilane_diagnose.capture import write_topology
 from trilane_diagnose.hang import diagnose_hang
-from trilane_diagnose.stacks import read_faults
 from trilane_diagnose.suspects import OPEN
 
 BEFORE: Stack = (("train", "megatron/training.py", 915), *ROOT[1:])
@@ -121,16 +120,6 @@ def test_dumps_of_which_none_can_be_read_are_no_evidence(
     assert "holds no dump (py-spy, faulthandler, Flight Recorder)" in capsys.readouterr().err
 
 
-def test_a_missing_an_empty_and_other_files_are_no_dump_of_another_rank(tmp_path: Path) -> None:
-    culprit = scene(tmp_path)
-    (tmp_path / f"rank_{culprit}.txt").unlink()
-    for name in (f"states-r7i1n{culprit}.json", f"memory{culprit}.json"):
-        (tmp_path / name).write_text("{}")
-    (tmp_path / f"rank_{(culprit + 1) % 384}.txt").write_text("")
-    verdict = diagnose_hang(tmp_path)
-    assert verdict.suspects == (culprit,) and len(verdict.notes) == 3, verdict.notes
-
-
 IN_C = (
     "pthread_cond_wait (libc.so.6)",
     "c10d::Work::wait (csrc/Work.cpp:91)",
@@ -147,19 +136,6 @@ def test_frames_of_c_and_values_of_variables_are_no_stack(tmp_path: Path) -> Non
     topology(tmp_path, 4, 1, 2)
     verdict = diagnose_hang(tmp_path)
     assert verdict.suspects == (5,) and len(verdict.groups) == 3
-
-
-@pytest.mark.parametrize(
-    ("header", "main"), [("", "Current thread"), ("Timeout (0:05:00)!\n", "Thread")]
-)
-def test_of_many_dumps_in_one_file_the_last_counts(header: str, main: str) -> None:
-    """Of signals, and of `faulthandler.dump_traceback_later(300, repeat=True)`, where no thread is
-    called current.
-    """
-    heading = f"{header}Thread 0x00007f0000000740 (most recent call first):\n"
-    fresh = heading + '  File "a.py", line 1 in new\n\n'
-    text = header + faulthandler_text(LOSS, main) + fresh + faulthandler_text(BEFORE, main)
-    assert read_faults(text).frames[0].function == "train"
 
 
 @pytest.mark.parametrize(

@@ -35,15 +35,6 @@ def test_a_plan_of_384_gpus_is_refused_here_and_prepared_for_its_cluster(
     assert main(prepare) == 2, "nothing is overwritten"
 
 
-def test_replicas_that_this_machine_has_no_room_for_are_left_out_and_reported(
-    tmp_path: Path,
-) -> None:
-    plan = small_plan()
-    plan = replace(plan, topology=replace(plan.topology, tp=2, dp=4, gbs=8))
-    tiny = rehearse.shrink(plan, tmp_path, plan.cluster, 4)
-    assert tiny.topology.dp == 2 and "tp2-pp1-dp2" in rehearse.Rehearsal(plan=tiny).summary()
-
-
 def test_a_rehearsal_that_failed_or_found_a_difference_exits_with_1(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -174,11 +174,9 @@ LOST = {  # what was loaded; a finding among others, or none
     ),
     "a norm that decays": (decaying(), ("decay", NORM, [0])),
     "a model that computes with other weights": (copied(0.05), ("copy", NORM, [0, 1])),
-    "a model that computes with rounded ones": (copied(0.01), None),
     "a generator": (edited(3, generators={"cpu": "other"}), ("generators", "", [3])),
     "the next samples": (edited(1, samples="0001"), ("data", "", [1])),
     "Adam's step": (prints(scalars={"step": 0.0}), ("optimizer", "", [])),
-    "the learning rate": (prints(next_lr=1.001e-3), ("optimizer", "", [])),
 }
 
 
@@ -248,7 +246,6 @@ def other_model(folder: Path) -> None:
 
 
 BAD: dict[str, tuple[Callable[[Path], Any], str]] = {
-    "missing": (lambda folder: None, "B={B}: no such folder"),
     "empty": (Path.mkdir, "B={B}: holds no complete checkpoint with fingerprints"),
     "another model": (other_model, "B hidden_size=12: before/iter_0000010 has 6: two models"),
     "half-written": (half, "fingerprint={B}/fingerprint_00002.json: is damaged or half-written"),
@@ -292,7 +289,6 @@ WITHOUT_MOMENTS = {key: x * (key[1] == "weight") for key, x in STATE.items()}
 STEPS: dict[str, tuple[Tensors, str, float | None]] = {  # the finding, and its size
     "none": (adam(), "", None),
     "a rate from zero": (adam(lr=1e-5), "rate", 0.01),
-    "a rate by a hundredth": (adam(lr=1.012e-3), "rate", 1.012),
     "another beta1": (adam(beta1=0.8), "moments", 0.8),
     "another beta2": (adam(beta2=0.99), "moments", None),
     "no moments": (adam(start=WITHOUT_MOMENTS), "moments", 0),
@@ -315,23 +311,6 @@ def test_what_differs_in_the_step_after_a_load_is_named(
     findings = compare_restart(before, after).findings
     assert [finding.kind for finding in findings] == ([kind] if kind else [])
     assert size is None or findings[0].size == pytest.approx(size, rel=1e-3, abs=1e-4)
-
-
-def test_marks_of_parts_add_up_to_the_mark_of_the_whole() -> None:
-    """In hash to the bit, however it is cut; and other bits are another hash."""
-    x = np.random.default_rng(1).normal(size=(70, 90)).astype(np.float32)
-    box = ((0, 70), (0, 90))
-    whole = mark(x, box)
-    parts = []
-    for rows, columns in (((0, 33), (0, 90)), ((33, 70), (0, 41)), ((33, 70), (41, 90))):
-        parts.append(mark(x[slice(*rows), slice(*columns)], (rows, columns)))
-    added = parts[2] + parts[1] + parts[0]
-    assert added.hash == whole.hash and added.apart(whole) == 0
-    assert added.norm == pytest.approx(np.linalg.norm(x), rel=1e-6)
-    # of eight sketches the estimate is about a quarter off, relative to the larger norm
-    assert whole.apart(mark(0 * x, box)) == pytest.approx(1, abs=0.5)
-    x[3, 4], x[4, 3] = x[4, 3], x[3, 4]
-    assert mark(x, box).hash != whole.hash
 
 
 @pytest.mark.slow

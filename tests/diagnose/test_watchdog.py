@@ -26,16 +26,14 @@ from trilane.workspace.heartbeat import (
     encode,
     own_beats,
     place,
-    read_reports,
     start_id,
 )
 from trilane.workspace.pace import LATE, RESTART, Pace, slowness
-from trilane.workspace.run import put_aside
 from trilane.workspace.status import read_status
 from trilane_diagnose import capture
 from trilane_diagnose.evidence import read_folder
 from trilane_diagnose.hang import diagnose_hang
-from trilane_diagnose.watchdog import HangMonitor, Slowness
+from trilane_diagnose.watchdog import Slowness
 
 
 @pytest.mark.slow
@@ -156,20 +154,6 @@ def captured(code: str, answer: str, folder: Path) -> Path:
             child.kill()
 
 
-@pytest.mark.parametrize("first", [0, 4])
-def test_reports_of_an_earlier_start_leave_with_the_first_node(first: int, tmp_path: Path) -> None:
-    """A run that has lost a node would wait for the one that is not there."""
-    env = {"SLURM_JOB_ID": "78"}
-    reports = [
-        NodeReport(first=n, host="n", start=s, ranks=())
-        for n, s in ((0, "77.0"), (4, start_id(env)), (8, "77.0"))
-    ]
-    for report in reports:
-        report.write(tmp_path)
-    HangMonitor(tmp_path, small_plan(), env, first)
-    assert read_reports(tmp_path) == ([reports[1]] if first == 0 else reports)
-
-
 def test_where_py_spy_may_not_attach_faulthandler_answers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -195,19 +179,6 @@ def test_a_capture_asks_the_flight_recorder_and_does_not_wait_for_ever(
         [answer] if answer else []
     )
     assert (0 in read_folder(stacks).recordings) == bool(answer)
-
-
-def test_a_pipe_that_nobody_reads_is_taken_away_and_waited_for_by_nobody(tmp_path: Path) -> None:
-    """Of an earlier attempt; whoever copies or reads a run folder would wait at it for ever."""
-    (tmp_path / "ranks").mkdir()
-    os.mkfifo(tmp_path / "ranks/nccl_pipe_rank_1.pipe")
-    assert flight_recorder.ask(tmp_path / "ranks", [0, 1]) == {}
-    (tmp_path / "ranks/0.log").write_text("said")
-    put_aside(tmp_path, keep=True)
-    assert (
-        not (tmp_path / "ranks").exists()
-        and (tmp_path / "attempts/1/ranks/0.log").read_text() == "said"
-    )
 
 
 @pytest.mark.slow
