@@ -157,7 +157,9 @@ def study(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Study]:
             stop |= {name: f"{stop[name]} {TEXT}" for name in ("name", "source")}
         path.write_text(json.dumps(calendar))
         notebook.run("08_decision", made, title=TEXT)
-        shutil.copytree(made.folder, made.folder.with_name("other"))
+        other = made.folder.with_name("other")
+        shutil.copytree(made.folder, other)
+        (other / "runs" / NAME / "run.log").write_text(LOG.replace("800.0", "900.0"))
         notebook.run("09_compare", made, studies="s,other")
         (made.folder / f"{NAME}.csv").touch()
         (made.folder / f"javascript:pwned() {NAME}.ipynb").write_text(json.dumps({"cells": TEXT}))

@@ -100,14 +100,22 @@ def _of_log(log: RunLog, gpu: Gpu | None) -> RunConfig:
     if not gpus and tp * pp == 1:  # DeepSpeed's own dump counts replicas
         gpus = _whole(log, "deepspeed.world_size")
     per_stage = _whole(log, "num_layers_per_virtual_pipeline_stage")
-    interleaving = max(1, _whole(log, "num_layers") // (pp * per_stage)) if per_stage else 1
+    interleaving = 1
+    if per_stage:
+        interleaving = max(1, _whole(log, "num_layers") // (pp * per_stage))
+    shape = None
+    parameters: float = 0
+    note = ""
     other = _not_dense(log)
-    shape = None if other else _shape(log)
-    parameters = shape.parameters if shape else _parameters(log)
+    if other:
+        note = f"no TFLOPs by shape: {other} is no dense decoder's"
+    else:
+        shape = _shape(log)
+        parameters = shape.parameters if shape else _parameters(log)
     config = RunConfig(
         shape=shape,
-        parameters=0 if other else parameters,
-        note=f"no TFLOPs by shape: {other} is no dense decoder's" if other else "",
+        parameters=parameters,
+        note=note,
         gpus=gpus,
         tp=tp,
         pp=pp,
@@ -128,16 +136,19 @@ def _of_log(log: RunLog, gpu: Gpu | None) -> RunConfig:
 def _precision(log: RunLog) -> str:
     if {log.arguments.get("fp8"), log.arguments.get("fp8_format")} & {"hybrid", "e4m3"}:
         return "fp8"
-    if _is_on(log, "bf16"):
-        return "bf16"
-    return "fp16" if _is_on(log, "fp16") else ""
+    for name in ("bf16", "fp16"):
+        if _is_on(log, name):
+            return name
+    return ""
 
 
 def _recompute(log: RunLog) -> str:
     granularity = log.arguments.get("recompute_granularity")
     if granularity in ("full", "selective"):
         return str(granularity)
-    return "full" if _is_on(log, *NAMES["full_recompute"]) else "none"
+    if _is_on(log, *NAMES["full_recompute"]):
+        return "full"
+    return "none"
 
 
 def card(log: RunLog) -> Gpu | None:

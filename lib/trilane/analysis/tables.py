@@ -60,11 +60,10 @@ def rows_of(runs: Sequence[Measurement], root: Path | None = None) -> list[dict[
         source = place.name if place == root else os.path.relpath(place, root)
         if seen[place] > 1:
             source = f"{source} run {seen[place]}"
-        failure = "" if run.status is Status.COMPLETED else run.status
-        row = _row(run)
-        row["source"] = source
-        row["notes"] = ", ".join(filter(None, (source, failure, run.note)))
-        rows.append(row)
+        notes = [source, run.note]
+        if run.status is not Status.COMPLETED:
+            notes.insert(1, run.status)
+        rows.append({**_row(run), "source": source, "notes": ", ".join(filter(None, notes))})
     return rows
 
 
