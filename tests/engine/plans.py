@@ -5,7 +5,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from parity import LLAMA, OPTIMIZER, SHAPE
+from parity import LLAMA as LLAMA
+from parity import OPTIMIZER, SHAPE
 from support import small_cluster
 
 from trilane.config.model import ModelShape
@@ -14,18 +15,6 @@ from trilane.config.plan import Plan
 from trilane.config.training import Data, Run
 
 HERE = small_cluster()
-# From a topology and engine to another, with the same model and batch: settings of small_plan().
-ELSEWHERE: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "megatron TP2 PP2 DP2 -> one process": ({"tp": 2, "pp": 2, "dp": 2, "zero": 1}, {}),
-    "megatron interleaved -> ZeRO-3 TP2 DP2, Llama": (
-        {"pp": 2, "interleaving": 2, "shape": LLAMA},
-        {"engine": "deepspeed-zero", "tp": 2, "dp": 2, "zero": 3, "shape": LLAMA},
-    ),
-    "3D TP2 PP2 -> megatron DP2 distributed optimizer, Llama": (
-        {"engine": "deepspeed-3d", "tp": 2, "pp": 2, "zero": 1, "shape": LLAMA},
-        {"dp": 2, "zero": 1, "shape": LLAMA},
-    ),
-}
 
 
 def small_plan(

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from plans import ELSEWHERE, changed, run_folder, small_plan, steps
+from plans import LLAMA, changed, run_folder, small_plan, steps
 
 from trilane.config.plan import Plan
 from trilane.launch.local import environment
@@ -91,13 +91,20 @@ def test_a_resumed_run_gives_the_losses_of_one_never_stopped(
     assert len((again / "earlier/steps.jsonl.1").read_text().splitlines()) == HALFWAY + 1
 
 
+# From a topology and engine to another, with the same model and batch.
 RESUMED = {
-    **ELSEWHERE,
-    "megatron TP4 -> ZeRO-3 DP3 full offload": (
-        {"tp": 4, "gbs": 12},
+    "megatron interleaved -> ZeRO-3 TP2 DP2, Llama": (
+        {"pp": 2, "interleaving": 2, "shape": LLAMA},
+        {"engine": ZERO, "tp": 2, "dp": 2, "zero": 3, "shape": LLAMA},
+    ),
+    "3D TP2 PP2 -> megatron DP2 distributed optimizer, Llama": (
+        {"engine": "deepspeed-3d", "tp": 2, "pp": 2, "zero": 1, "shape": LLAMA},
+        {"dp": 2, "zero": 1, "shape": LLAMA},
+    ),
+    "megatron CP2 DP2 -> ZeRO-3 DP3 full offload": (
+        {"cp": 2, "dp": 2, "gbs": 12},
         {"engine": ZERO, "dp": 3, "zero": 3, "offload": "full", "gbs": 12},
     ),
-    "CP2 DP2 -> TP2 CP2 distributed optimizer": ({"cp": 2, "dp": 2}, {"tp": 2, "cp": 2, "zero": 1}),
     "HF ZeRO-3 DP2 -> megatron TP2": ({"engine": "hf-zero3", "dp": 2, "zero": 3}, {"tp": 2}),
 }
 
@@ -204,9 +211,9 @@ def test_the_training_goes_on_while_a_checkpoint_is_written(ask: Callable, data:
 
 
 def test_runs_killed_at_random_moments_go_on_right() -> None:
-    """Two more, like the seventy whose result is docs/engine.md."""
+    """One more, like the seventy whose result is docs/engine.md."""
     script = Path(__file__).parents[2] / "benchmarks/kill_saves.py"
-    command = [sys.executable, str(script), "--trials", "2", "--seed", "7"]
+    command = [sys.executable, str(script), "--trials", "1", "--seed", "7"]
     command += ["--layout", "megatron DP2 distributed optimizer"]
     env = {k: v for k, v in environment(8).items() if k != "TRILANE_PARENT_PID"}
     done = subprocess.run(command, env=env, capture_output=True, text=True)

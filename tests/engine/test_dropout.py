@@ -74,7 +74,6 @@ def dropping(engine: str, data: Path, **topology: object) -> Plan:
 RECOMPUTED = [
     ("megatron", ["full", "selective"], {"pp": 2, "interleaving": 2}),
     ("deepspeed-3d", ["full"], {"tp": 2, "pp": 2, "zero": 1, "sequence_parallel": True}),
-    ("hf-zero3", ["full"], {"dp": 2, "zero": 3}),
 ]
 
 

@@ -23,7 +23,6 @@ PLANS = {
         "llama",
         {**BF16, "tp": 2, "pp": 2, "sequence_parallel": True, "recompute": "selective"},
     ),
-    "megatron CP": ("llama", {**BF16, "tp": 2, "cp": 2, "dp": 2, "zero": 1}),
     "deepspeed-3d": (
         "gpt2",
         {**BF16, "tp": 2, "pp": 2, "dp": 2, "zero": 1, "sequence_parallel": True},
