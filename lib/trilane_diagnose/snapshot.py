@@ -166,7 +166,9 @@ def _facts(prints: list[dict[str, Any]], optimizer: Mapping[str, float]) -> Fact
     first = prints[0]
     # A rank that updates no parameters, as some may with many replicas, has taken no steps.
     scalars = max((values["scalars"] for values in prints), key=lambda scalars: scalars["step"])
-    once = {**scalars, "the next learning rate": first["next_lr"]}
+    once: dict[str, Any] = dict(scalars)
+    if first["next_lr"] is not None:
+        once["the next learning rate"] = float(first["next_lr"])
     once |= {name: optimizer.get(name) for name in SETTINGS}
     facts: dict[tuple[str, int | None, str], Any]
     facts = {("optimizer", None, name): value for name, value in once.items()}
