@@ -80,36 +80,6 @@ def test_a_job_with_a_damaged_copy_starts_nothing_and_the_next_submission_repair
     )
 
 
-def test_code_that_cannot_be_frozen_is_one_line(
-    package: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with pytest.raises(ValueError, match=r"^run folder=.*a:b: must hold no colon"):
-        copies.freeze(tmp_path / "a:b")
-    (tmp_path / "code").write_text("a file")
-    with pytest.raises(ValueError, match=r"^code=.*/code: cannot be written \("):
-        copies.freeze(tmp_path)
-    with (
-        monkeypatch.context() as full,
-        pytest.raises(ValueError, match=r"^code=.*/code: cannot be written \(No space"),
-    ):
-        full.setattr(
-            copies.shutil,
-            "copytree",
-            lambda *_, **__: (_ for _ in ()).throw(OSError(28, "No space left")),
-        )
-        copies.freeze(tmp_path / "full")
-    assert not list((tmp_path / "full/code").iterdir())  # a part of a copy would keep the disk full
-    copy = shutil.copytree
-
-    def changing(*words: object, **how: object) -> None:
-        copy(*words, **how)
-        (package / "__init__.py").write_text("changed")
-
-    monkeypatch.setattr(copies.shutil, "copytree", changing)
-    with pytest.raises(ValueError, match=r"^code=.*/trilane: is being changed"):
-        copies.freeze(tmp_path / "run")
-
-
 def site(**fields: object) -> Site:
     return replace(sites.site("generic"), **fields)  # type: ignore[arg-type]
 

@@ -105,14 +105,15 @@ class StudyRuns(Table):
         is refused.
         """
         levels = [finding.level for finding in self.findings]
+        is_refused = not self.site.is_local and REFUSAL in levels
         rows = []
-        if not self.site.is_local and REFUSAL in levels:
-            rows = [(run.folder.name, "not started: the check refuses a run") for run in self.rows]
-        elif not wanted:
-            rows = [(run.folder.name, "not started: dry run") for run in self.rows]
-        else:
-            for run in progress(self.rows, "runs", "run"):
-                rows.append((run.folder.name, self._start(run)))
+        for run in progress(self.rows, "runs", "run"):
+            job = "not started: dry run"
+            if is_refused:
+                job = "not started: the check refuses a run"
+            elif wanted:
+                job = self._start(run)
+            rows.append((run.folder.name, job))
         return Columns.of_rows(("run", "job"), rows)
 
     def _start(self, run: StudyRun) -> str:
