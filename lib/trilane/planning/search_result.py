@@ -165,8 +165,9 @@ class SearchResult(Table):
         """As best_per_sizes(); ValueError where no plan is safe to start."""
         if not self.candidates:
             rule = next(iter(self.refused_by_rule), "no dp and microbatch divide the batch")
-            risk = f"{len(self.risky)} may run out of memory"
-            rule = f"no topology can run; {rule}; {risk}; {self.cure}"
+            if self.risky:
+                rule = f"{len(self.risky)} may run out of memory; {rule}"
+            rule = f"no topology can run; {rule}; {self.cure}"
             require(False, "gpus", ",".join(map(str, self.space.gpus)), rule)
         return self.best_per_sizes(count)
 
