@@ -134,7 +134,6 @@ def test_a_damaged_manifest_is_found(damage: str, tmp_path: Path) -> None:
         {"at": {"weight": 1 << 62}},
         {"at": {"weight": 1.5}},
         {"at": {"weight": -4}},
-        {"at": {"weight": None}},
         {"file": "b"},
         {"box": [(0, 3)]},
         {"box": [(0, 1)]},

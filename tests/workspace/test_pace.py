@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from trilane.workspace.heartbeat import LEAST_S, Heartbeat, Stall
-from trilane.workspace.pace import LATE, Pace, PaceMeter, decode, note, slowness
+from trilane.workspace.pace import LATE, PaceMeter, decode, note, slowness
 
 
 def late(*seconds: float, samples: tuple[int, ...] = ()) -> int:
@@ -40,24 +39,6 @@ def test_ten_iterations_above_the_median_and_its_spread_are_slow(
 
 def test_a_ramp_of_the_batch_is_no_slowness() -> None:
     assert late(*USUAL, *(1.9,) * LATE, samples=(8,) * 30 + (16,) * LATE) == 0
-
-
-def test_a_rank_hangs_after_ten_iterations_of_its_pace_except_while_it_saves(
-    tmp_path: Path,
-) -> None:
-    def patience_s(usual_s: float, phase: str, timeout_s: float = 1500.0) -> float:
-        beat = Heartbeat(
-            rank=0, step=30, phase=phase, time=1.0, pid=2, host="n", pace=Pace(usual_s=usual_s)
-        )
-        return Stall(tmp_path, {}, timeout_s)._patience_s(beat)
-
-    assert [patience_s(s, "optimizer") for s in (0.1, 30.0, 900.0, 0.0)] == [
-        LEAST_S,
-        300.0,
-        1500.0,
-        1500.0,
-    ]
-    assert patience_s(1.0, "save-checkpoint") == 1500.0 and patience_s(1.0, "optimizer", 5.0) == 5.0
 
 
 def test_the_last_event_counts_and_half_a_line_does_not(tmp_path: Path) -> None:

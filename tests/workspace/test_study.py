@@ -67,16 +67,3 @@ def test_nothing_is_lost_where_two_save_at_once(outputs, monkeypatch):
     paths = [here.folder / "plans.json", *(here.folder / "earlier").iterdir()]
     assert sorted(json.loads(path.read_text())["plan"] for path in paths) == [0, 1, 2, 3]
     assert sorted(path.name for path in here.folder.iterdir()) == ["earlier", "plans.json"]
-
-
-def test_each_of_two_new_studies_made_at_once_has_its_own_folder(outputs):
-    with ThreadPoolExecutor(4) as pool:
-        made = list(pool.map(lambda _: Study.create("s", fresh=True).name, range(4)))
-    assert sorted(made) == ["s", "s-2", "s-3", "s-4"]
-    with pytest.raises(ValueError, match=r"^study=s: .* exists; resume it, or name another$"):
-        Study.create("s")
-    assert Study.create("s", resume=True).name == "s"
-    with pytest.raises(
-        ValueError, match=r"^study=s: has no plans.json yet; run 02_topology first$"
-    ):
-        Study("s").load("plans.json", "02_topology")

@@ -1,4 +1,4 @@
-"""A transformer layer of one's own, as a plan holds it: a class by name, with the text of its file."""
+"""A transformer layer of one's own, as a plan holds it: a class, and the text of its file."""
 
 import ast
 import hashlib

@@ -42,13 +42,13 @@ class ModelShape(Record):
     )
     ffn_hidden_size: int | None = option(
         None,
-        "channels inside the MLP; null: 4 x hidden_size, with a gate 8/3 x hidden_size in multiples of 64",
+        "channels inside the MLP; null: 4 x hidden_size, with a gate 8/3 of it in multiples of 64",
         minimum=1,
         maximum=1 << 22,
     )
     activation: str = option(
         "gelu",
-        "of the MLP; gelu-tanh is the approximation in GPT-2's and BLOOM's code; swiglu and geglu have a gate",
+        "of the MLP; gelu-tanh is that in GPT-2's and BLOOM's code; swiglu and geglu have a gate",
         choices=("gelu", "gelu-tanh", "relu", "squared-relu", *GATED),
     )
     normalization: str = option(
@@ -73,7 +73,7 @@ class ModelShape(Record):
     )
     rotary_base: float = option(
         1e4,
-        "the longest wavelength is almost 2 pi times this, transformers' rope_theta (Llama 3: 500000)",
+        "the longest wavelength is almost 2 pi times this, rope_theta (Llama 3: 500000)",
         above=1,
         maximum=1e12,
         predicts=False,
@@ -202,8 +202,10 @@ class ModelShape(Record):
         """FLOPs of one iteration over `gbs` sequences: three times the forward pass, four with full
         recomputation.
 
-            forward of a layer = 2 B s W + 4 B s^2 h     W entries of its matrices; logits = 2 B s h V, never recomputed
-            GPT-2, W = 12 h^2:  F = 72 B s L h^2 (1 + s / (6 h) + V / (12 L h)), or 96 (1 + s / (6 h) + V / (16 L h))
+            forward of a layer = 2 B s W + 4 B s^2 h    W entries of its matrices
+            logits             = 2 B s h V              never recomputed
+            GPT-2, W = 12 h^2:   F = 72 B s L h^2 (1 + s / (6 h) + V / (12 L h)),
+                       or, recomputed, 96 B s L h^2 (1 + s / (6 h) + V / (16 L h))
 
         Narayanan et al. 2021, arXiv:2104.04473, equation 3 and appendix. Left out: norms,
         activation, softmax, optimizer, and the half of the score matrix that a causal attention

@@ -11,9 +11,8 @@ from trilane.config.model import ModelShape
 from trilane.config.options import check, label_words, option
 from trilane.utils.tables import Record
 
-LARGEST = (
-    1 << 20
-)  # GPUs along an axis, sequences of a batch; with the largest shape, products stay below 2^63
+# GPUs along an axis, sequences of a batch; with the largest shape, products stay below 2^63
+LARGEST = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -23,7 +22,7 @@ class Rule:
 
     field   the field to blame
     text    the rule, the same for every topology: searches count what they refuse by it
-    holds   true (or an array) where the rule holds; it gets the topology, and the shape or cluster where it needs one
+    holds   true (or an array) where the rule holds; it gets the topology, and the shape or cluster
     detail  what to add for one topology, such as "=112"
     of_sizes  true where tp, pp and dp alone decide: one look refuses everything else
     """
@@ -48,35 +47,33 @@ class Rule:
 
 def first_broken(rules: Sequence[Rule], *subjects: Any) -> str | None:
     """The message of the first rule that one topology breaks, or None."""
-    return next((rule.message(*subjects) for rule in rules if not rule.holds(*subjects)), None)
+    for rule in rules:
+        if not rule.holds(*subjects):
+            return rule.message(*subjects)
+    return None
 
 
 def _size(help: str, label: str = "", minimum: int = 1, **facts: Any) -> Any:
-    return option(
-        minimum,
-        help,
-        minimum=minimum,
-        maximum=LARGEST,
-        **({"label": label} if label else {}),
-        **facts,
-    )
+    if label:
+        facts["label"] = label
+    return option(minimum, help, minimum=minimum, maximum=LARGEST, **facts)
 
 
 def _words(help: str, label: str, choices: tuple[str, ...], search: tuple[str, ...] = ()) -> Any:
-    facts: dict[str, Any] = {"label": label} if label else {}
-    return option(
-        choices[0], help, choices=choices, **facts, **({"search": search} if search else {})
-    )
+    facts: dict[str, Any] = {}
+    if label:
+        facts["label"] = label
+    if search:
+        facts["search"] = search
+    return option(choices[0], help, choices=choices, **facts)
 
 
 def _switch(help: str, label: str, search: tuple[bool, ...], **facts: Any) -> Any:
     return option(False, help, label=label, search=search, **facts)
 
 
-RECOMPUTE, PARTITION = (
-    ("none", "selective", "full", "operators", "block"),
-    ("uniform", "type:transformer|embedding"),
-)
+RECOMPUTE = ("none", "selective", "full", "operators", "block")
+PARTITION = ("uniform", "type:transformer|embedding")
 OFFLOAD = ("none", "optimizer", "full")
 
 
@@ -111,8 +108,8 @@ class Topology(Record):
         search=range(4),
     )
     recompute: str = _words(
-        "activations computed again: attention's core, whole layers, all but every second matmul and attention"
-        " (operators: torchtitan's), or the first layers of each stage whole (block)",
+        "activations computed again: attention's core, whole layers, all but every second matmul"
+        " and attention (operators: torchtitan's), or the first layers of each stage (block)",
         *("{}", RECOMPUTE, ("none", "selective", "full", "block")),
     )
     recompute_layers: int = _size(
@@ -231,7 +228,9 @@ def invalid_reason(
     or None.
     """
     reason = first_broken(SHAPE_RULES, topology, shape)
-    return reason or (first_broken(CLUSTER_RULES, topology, cluster) if cluster else None)
+    if not reason and cluster:
+        reason = first_broken(CLUSTER_RULES, topology, cluster)
+    return reason
 
 
 def _stages_and_layers(t: Any, shape: ModelShape) -> tuple[int, int]:
@@ -250,19 +249,18 @@ def _shares_layers(t: Any, shape: ModelShape) -> bool:
 
 def dividing(number: int, value: int) -> str:
     """What divides a number next to a value that does not, in words: "; 7 or 10 would"."""
-    found = [d for d in range(1, number + 1) if number % d == 0]
-    near = [*[d for d in found if d < value][-1:], *[d for d in found if d > value][:1]]
+    divisors = [d for d in range(1, number + 1) if number % d == 0]
+    near = [d for d in divisors if d < value][-1:] + [d for d in divisors if d > value][:1]
     return f"; {' or '.join(map(str, near))} would" if near else ""
 
 
 def _tp_divides(size: str, hint: str = "", sign: str = "=") -> Rule:
     """The rule that tp must divide that size of the shape."""
-    detail = lambda t, s: f"{sign}{getattr(s, size)}{dividing(getattr(s, size), t.tp)}"  # noqa: E731
     return Rule(
         "tp",
         f"must divide {size}{hint}",
         lambda t, s: getattr(s, size) % t.tp == 0,
-        detail,
+        lambda t, s: f"{sign}{getattr(s, size)}{dividing(getattr(s, size), t.tp)}",
         of_sizes=True,
     )
 
@@ -275,10 +273,8 @@ def _spans_nodes(tp: int, cluster: Cluster) -> bool:
     tenths of it with TP 16 on V100 nodes with one 100 Gb/s card (Oneflow-Inc/DLPerf,
     Megatron-LM/README.md).
     """
-    return (
-        tp % cluster.gpus_per_node == 0
-        and 2 * cluster.network_bytes_per_s >= cluster.node_bytes_per_s
-    )
+    is_fast = 2 * cluster.network_bytes_per_s >= cluster.node_bytes_per_s
+    return is_fast and tp % cluster.gpus_per_node == 0
 
 
 # What no topology can be, whatever the model and the machine.

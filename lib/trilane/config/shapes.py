@@ -137,7 +137,7 @@ def shape_of_config(values: Mapping[str, Any], seq_length: int = 0) -> GivenShap
 
 
 def _first(values: Mapping[str, Any], keys: list[str], otherwise: Any) -> tuple[str, Any]:
-    """The first of the keys that has a value, and the value; else the first key, and `otherwise`."""
+    """The first key that has a value, and the value; else the first key, and `otherwise`."""
     for key in keys:
         if values.get(key) is not None:
             return key, values[key]
@@ -182,12 +182,14 @@ def _require_plain(values: Mapping[str, Any], usual: Mapping[str, Any], shape: M
 class Family:
     """One class of models in transformers.
 
-    model        the class; `base` is the name of its decoder, `layers` that of the list of layers in it
-    fields       field of a shape -> the values that such models have, each with the keys that a configuration has then
+    model        the class; `base` names its decoder, `layers` the list of layers in it
+    fields       field of a shape -> the values that such models have, each with
+                 the keys that a configuration has then
     sizes        field or property of a shape -> key of the configuration
-    settings     other keys that decide what is computed; their values here are transformers' defaults
+    settings     other keys that decide what is computed, at transformers' defaults
     dropout      key of the configuration -> field of a plan's dropout
-    names        canonical name, without the layer, `.weight` and `.bias` -> theirs; several for parts that are apart
+    names        canonical name, without the layer, `.weight` and `.bias` -> theirs; several for
+                 parts that are apart
     by_group     whether queries, keys and values are in the canonical order, not kind after kind
     transposed   whether linear layers hold (in, out)
     """
@@ -215,7 +217,7 @@ class Family:
         return None
 
     def config(self, shape: ModelShape) -> dict[str, Any]:
-        """The configuration of a model of that shape, as JSON for from_pretrained; without dropout."""
+        """The configuration of a model of that shape for from_pretrained; without dropout."""
         values: dict[str, Any] = {"architectures": [self.model], "torch_dtype": "float32"}
         values.update(self.settings)
         values.update(dict.fromkeys(self.dropout, 0.0))

@@ -33,8 +33,8 @@ class Data:
 
     source: str = option(
         "stdlib",
-        "stdlib (Python's standard library), mock (made on the fly), a text or JSONL file, a folder of text files, the "
-        "prefix of a .bin/.idx pair, or blend",
+        "stdlib (Python's standard library), mock (made on the fly), a text or JSONL file, a folder of "
+        "text files, the prefix of a .bin/.idx pair, or blend",
         megatron="data-path",
     )
     tokenizer: str = option(
@@ -119,8 +119,9 @@ class Optimizer:
     def learning_rate(self, samples: int, total_samples: int) -> float:
         """The rate of the iteration that ends at `samples` consumed, of `total_samples` in the run.
 
-            s <= w      lr s / w                                                    linear warm-up over w samples
-            s >  w      min_lr + (lr - min_lr) (1 + cos(pi (s - w) / (d - w))) / 2  cosine to d samples, then min_lr
+            s <= w   lr s / w                                      linear warm-up over w samples
+            s >  w   min_lr + (lr - min_lr) (1 + cos(pi (s - w) / (d - w))) / 2
+                                                                   cosine to d, then min_lr
 
         d is decay_samples, or the whole run where that is 0. As Megatron-LM's
         OptimizerParamScheduler, but one step ahead: Megatron counts the samples before the
@@ -193,7 +194,7 @@ class Run:
     )
     fused: str = option(
         "auto",
-        "fused kernels: auto from compute capability 8.0 on; layer: whole layers; te: Transformer Engine's",
+        "kernels: auto from compute capability 8.0 on; layer: whole layers; te: Transformer Engine's",
         choices=("auto", "on", "off", "te", "layer"),
     )
 
@@ -216,7 +217,7 @@ class Run:
 
     @property
     def skipped(self) -> Ranges:
-        """The first and last iteration of each range in `skip`; ValueError where it is malformed."""
+        """First and last iteration of each range in `skip`; ValueError where it is malformed."""
         return parse_ranges("skip", self.skip)
 
     @property

@@ -83,7 +83,7 @@ def with_nearest(rule: str, value: object, names: Iterable[str]) -> str:
 
 
 def _hint(value: object, names: Iterable[str]) -> str:
-    """A question with the name that begins with the value, or is nearest to it; "" where none is."""
+    """A question with the name that begins with the value, or is nearest; "" where none is."""
     word = str(value)[:300]
     known = sorted(names)
     nearest = [name for name in known if len(word) > 1 and name.startswith(word)]

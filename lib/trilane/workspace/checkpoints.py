@@ -3,7 +3,7 @@ deleting; without torch.
 
 checkpoints/latest                the name of the newest complete one, such as iter_0000020
 checkpoints/iter_0000020/         complete: a checkpoint gets this name only when finished
-    manifest.json                 sizes and checksums of all files, the place of each tensor, the training's settings
+    manifest.json                 checksums of all files, the place of each tensor, the settings
     rank_00000.safetensors        the slices of tensors that this rank wrote, fp32
     rank_00000.json               this rank's random number generators
     fingerprint_00000.json        this rank's state in a few numbers per tensor (fingerprints.py)
@@ -89,12 +89,11 @@ def latest(folder: Path) -> Path | None:
     pointer = folder / "latest"
     if not pointer.exists():
         return None
-    named = folder / (read_text(pointer).strip() if pointer.is_file() else "")
-    return (
-        named
-        if named.parent == folder and _is_complete(named)
-        else next(reversed(complete(folder)), None)
-    )
+    if pointer.is_file():
+        named = folder / read_text(pointer).strip()
+        if named.parent == folder and _is_complete(named):
+            return named
+    return next(reversed(complete(folder)), None)
 
 
 def checksum(crc: int) -> str:
@@ -125,9 +124,8 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         read = json.loads((folder / "manifest.json").read_bytes())
         if read == _sealed(read["content"]) and _is_sound(read["content"]):
             return read["content"]
-    raise ValueError(
-        f"manifest.json is {'damaged' if (folder / 'manifest.json').exists() else 'missing'}"
-    )
+    how = "damaged" if (folder / "manifest.json").exists() else "missing"
+    raise ValueError(f"manifest.json is {how}")
 
 
 def _is_sound(content: dict[str, Any]) -> bool:
@@ -137,38 +135,36 @@ def _is_sound(content: dict[str, Any]) -> bool:
     Raises KeyError, TypeError or ValueError where a part is missing.
     """
     # whoever writes a hostile one can seal it, too
-    tensors, files = content.get("tensors", {}).values(), content.get("files", {})
-    if (
-        not all(re.fullmatch(r"\w[\w.-]*", name) for name in files)
-        or content.get("iteration", 0) < 0
-    ):
+    files = content.get("files", {})
+    ok = all(re.fullmatch(r"\w[\w.-]*", name) for name in files)
+    if not ok or content.get("iteration", 0) < 0:
         return False
-    if tensors and not (
-        isinstance(content["identity"]["shape"], dict) and content["consumed_samples"] >= 0
-    ):
-        return False
-    for tensor in tensors:
+    tensors = content.get("tensors", {})
+    if tensors:
+        has_shape = isinstance(content["identity"]["shape"], dict)
+        if not has_shape or content["consumed_samples"] < 0:
+            return False
+    for tensor in tensors.values():
+        if len(tensor["shape"]) not in (1, 2, 3):
+            return False
         held = 0
         for piece in tensor["slices"]:
-            sides = [
-                0 <= first <= end <= n
-                for (first, end), n in zip(piece["box"], tensor["shape"], strict=True)
-            ]
+            for (first, end), size in zip(piece["box"], tensor["shape"], strict=True):
+                if not 0 <= first <= end <= size:
+                    return False
             count = math.prod(end - first for first, end in piece["box"])
             last = files[piece["file"]][0] - 4 * count
             starts = [piece["at"][kind] for kind in KINDS]
-            if not all(sides) or not all(
-                type(start) is int and 0 <= start <= last for start in starts
-            ):
+            if not all(type(start) is int and 0 <= start <= last for start in starts):
                 return False
             held += count
-        if len(tensor["shape"]) not in (1, 2, 3) or math.prod(tensor["shape"]) > held:
+        if math.prod(tensor["shape"]) > held:
             return False
     return True
 
 
 def fault(folder: Path, name: str, size: int, checksum: str) -> str | None:
-    """What is wrong with the file `name` of the checkpoint `folder`; None where it is as written."""
+    """What is wrong with the file `name` of a checkpoint; None where it is as written."""
     path = folder / name
     try:
         if path.exists() and not path.is_file():

@@ -57,7 +57,7 @@ def require_continuable(folder: Path, plan: Plan) -> None:
 
 
 def require_same(where: str, manifest: Mapping[str, Any], plan: Plan) -> None:
-    """ValueError that names the first thing in which the plan differs from the checkpoint `where`."""
+    """ValueError with the first thing in which the plan differs from the checkpoint `where`."""
     held = manifest["identity"]
     iteration = manifest["iteration"]
     consumed = manifest["consumed_samples"]

@@ -4,8 +4,8 @@ state; without torch.
 The mark of a part of a tensor is a sum over its values, weighted by their position in the whole
 tensor. So the marks of the parts add up to the mark of the whole, for any topology:
 
-    hash      sum of bits(r, c) u(r) v(c) mod 2^64    different bits have equal hashes in one case of 2^60
-    sketch    sum of x(r, c) s_j(r) t_j(c), j < 8     the mean of (sketch_a - sketch_b)^2 estimates |a - b|^2
+    hash      sum of bits(r, c) u(r) v(c) mod 2^64    equal for different bits in one case of 2^60
+    sketch    sum of x(r, c) s_j(r) t_j(c), j < 8     mean of (sketch_a - sketch_b)^2: |a - b|^2
 
 u, v are odd random integers, s, t random signs, determined by the row's or column's number. The
 hash is universal hashing (Carter and Wegman 1979), the sketch that of Alon, Matias and Szegedy
@@ -37,14 +37,12 @@ def file_of(rank: int) -> str:
 
 def hashed(generators: Mapping[str, Any]) -> dict[str, str]:
     """Each random number generator's state as a hash; those of "tracked" by their own names."""
-    flat = {
-        **{k: v for k, v in generators.items() if k != "tracked"},
-        **generators.get("tracked", {}),
-    }
-    return {
-        name: hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
-        for name, text in flat.items()
-    }
+    states = {name: state for name, state in generators.items() if name != "tracked"}
+    states.update(generators.get("tracked", {}))
+    hashes = {}
+    for name, state in states.items():
+        hashes[name] = hashlib.blake2b(state.encode(), digest_size=8).hexdigest()
+    return hashes
 
 
 def must_decay(name: str, dims: int = 2) -> bool:
@@ -101,10 +99,8 @@ class Mark:
         if self.hash == other.hash:
             return 0.0
         # differences below 1e-6 are lost in the rounding of the sketches
-        away = (
-            np.mean([(a - b) ** 2 for a, b in zip(self.sketch, other.sketch, strict=True)]) ** 0.5
-        )
-        return float(away / max(self.norm, other.norm, 1e-38))
+        distance = np.mean(np.subtract(self.sketch, other.sketch) ** 2) ** 0.5
+        return float(distance / max(self.norm, other.norm, 1e-38))
 
     def to_json(self) -> list[Any]:
         return [f"{self.hash:016x}", self.squares, self.total, self.low, self.high, *self.sketch]
@@ -138,13 +134,12 @@ def weights(first: int, end: int, salt: int) -> tuple[np.ndarray, np.ndarray]:
     """For the rows or columns `first` to `end`: odd 64-bit weights (n,) int64, and signs (n,
     SKETCHES) float32.
     """
-    bits = mixed(np.arange(first, end), salt)
-    signs = mixed(np.arange(first, end), salt + (1 << 40))[:, None] >> np.arange(
-        SKETCHES, dtype=np.uint64
-    )
-    return (bits | np.uint64(1)).view(np.int64), 1.0 - 2.0 * (signs & np.uint64(1)).astype(
-        np.float32
-    )
+    numbers = np.arange(first, end)
+    one = np.uint64(1)
+    bits = mixed(numbers, salt)
+    places = np.arange(SKETCHES, dtype=np.uint64)
+    signs = (mixed(numbers, salt + (1 << 40))[:, None] >> places) & one
+    return (bits | one).view(np.int64), 1.0 - 2.0 * signs.astype(np.float32)
 
 
 def sides(box: Box) -> tuple[tuple[int, int], tuple[int, int]]:
@@ -180,59 +175,55 @@ class Part:
     shard: tuple[int, int] | None = None
 
     def to_json(self) -> dict[str, Any]:
-        marks = {kind: mark.to_json() for kind, mark in self.marks.items()}
-        found = {
+        values = {
             "name": self.name,
             "shape": self.shape,
             "box": self.box,
             "decay": self.decay,
-            "marks": marks,
+            "marks": {kind: mark.to_json() for kind, mark in self.marks.items()},
         }
-        return found if self.shard is None else {**found, "shard": self.shard}
+        if self.shard is not None:
+            values["shard"] = self.shard
+        return values
 
 
 def whole_parts(replicas: Sequence[Part]) -> list[Part]:
     """The same part on all replicas, with the marks of their shards added up; without them where
     one is missing.
     """
-    held = sorted(
-        (p for p in replicas if p.shard and p.shard[0] < p.shard[1]),
-        key=lambda p: p.shard or (0, 0),
-    )
     size = math.prod(end - first for first, end in replicas[0].box)
-    ends, found = [0, *(p.shard[1] for p in held if p.shard)], dict[str, Mark]()
-    if held and [*(p.shard[0] for p in held if p.shard), size] == ends:
-        for kind in set.intersection(*({*part.marks} for part in held)) - {COPY}:
-            found[kind] = functools.reduce(operator.add, (part.marks[kind] for part in held))
-    copies = [
-        {kind: mark for kind, mark in part.marks.items() if kind == COPY} for part in replicas
-    ]
-    return [
-        replace(p, marks={**found, **copy}, shard=None)
-        for p, copy in zip(replicas, copies, strict=True)
-    ]
+    # a replica may hold nothing of it
+    pieces = [(part.shard, part.marks) for part in replicas if part.shard]
+    pieces = sorted((piece for piece in pieces if piece[0][0] < piece[0][1]), key=lambda p: p[0])
+    begins = [first for (first, _), _ in pieces]
+    ends = [end for (_, end), _ in pieces]
+    sums = dict[str, Mark]()
+    if pieces and [0, *ends] == [*begins, size]:
+        for kind in set.intersection(*(set(marks) for _, marks in pieces)) - {COPY}:
+            sums[kind] = functools.reduce(operator.add, (marks[kind] for _, marks in pieces))
+    wholes = []
+    for part in replicas:
+        copy = {kind: mark for kind, mark in part.marks.items() if kind == COPY}
+        wholes.append(replace(part, marks={**sums, **copy}, shard=None))
+    return wholes
 
 
 def part_from_json(values: Mapping[str, Any]) -> Part:
     """The Part of an object of to_json(); ValueError, KeyError, TypeError or IndexError for other
     values.
     """
-    shape, box = (
-        (int(n) for n in values["shape"]),
-        tuple((int(first), int(end)) for first, end in values["box"]),
-    )
-    part = Part(
+    shape = tuple(int(size) for size in values["shape"])
+    box = tuple((int(first), int(end)) for first, end in values["box"])
+    inside = [0 <= a <= b <= n for (a, b), n in zip(box, shape, strict=True)]
+    if not all(inside) or len(box) not in (1, 2, 3):
+        raise ValueError(f"no part of {shape}")
+    decay = values["decay"]
+    shard = values.get("shard")
+    return Part(
         name=str(values["name"]),
-        shape=tuple(shape),
+        shape=shape,
         box=box,
-        decay=None if values["decay"] is None else float(values["decay"]),
+        decay=None if decay is None else float(decay),
         marks={str(kind): mark_from_json(numbers) for kind, numbers in values["marks"].items()},
-        shard=None
-        if values.get("shard") is None
-        else (int(values["shard"][0]), int(values["shard"][1])),
+        shard=None if shard is None else (int(shard[0]), int(shard[1])),
     )
-    if not 1 <= len(box) <= 3 or any(
-        not 0 <= a <= b <= n for (a, b), n in zip(box, part.shape, strict=True)
-    ):
-        raise ValueError(f"no part of {part.shape}")
-    return part

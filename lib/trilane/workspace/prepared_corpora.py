@@ -21,7 +21,7 @@ SMALL_BYTES = 16_000_000
 
 
 def files(path: Path) -> list[Path]:
-    """The file itself, or every regular file below the folder without hidden ones, sorted by name."""
+    """The file itself, or every regular file below the folder, but hidden ones, by name."""
     if not path.is_dir():
         return [path]
     below = [file.relative_to(path) for file in path.rglob("*") if file.is_file()]
@@ -51,7 +51,7 @@ def pair_of(data: Data, base: Path = Path()) -> str:
 
 
 def existing_pair(source: str) -> str | None:
-    """The prefix that `source` names, with or without its suffix; None where there is no such pair."""
+    """The prefix that `source` names, with or without suffix; None where there is no pair."""
     prefix = source.removesuffix(".bin").removesuffix(".idx")
     return prefix if Path(prefix + ".idx").is_file() or Path(prefix + ".bin").is_file() else None
 

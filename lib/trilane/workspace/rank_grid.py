@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from trilane.utils.files import read_text
-from trilane.utils.tables import grouped
 from trilane.utils.validation import require, require_integer
 from trilane.workspace.place import Known, Place
 
+COORDINATES = ("tp", "pp", "dp")
 MOST = 1 << 17  # ranks, of which a grid takes 5 s and 0.6 GB; a file with more is damaged
 
 
@@ -53,13 +53,13 @@ class Grid:
 
     # A group axis is named by the coordinates that vary in it: "tp" are the ranks of one pp and dp.
     AXES: ClassVar = {
-        **{axis: (axis,) for axis in ("tp", "pp", "dp")},
-        **{
-            "model": ("tp", "pp"),
-            "stage": ("tp", "dp"),
-            "pp-dp": ("pp", "dp"),
-            "world": ("tp", "pp", "dp"),
-        },
+        "tp": ("tp",),
+        "pp": ("pp",),
+        "dp": ("dp",),
+        "model": ("tp", "pp"),
+        "stage": ("tp", "dp"),
+        "pp-dp": ("pp", "dp"),
+        "world": COORDINATES,
     }
     places: tuple[GridPlace, ...]
     known: bool = True
@@ -72,11 +72,11 @@ class Grid:
     def _groups(self) -> dict[tuple[str, tuple[int, ...]], frozenset[int]]:
         # all at once: to look for each rank's group among all ranks would take minutes for ten
         # thousand
-        keys = ((self._key(axis, place), place.rank) for axis in self.AXES for place in self.places)
-        return {
-            key: frozenset(r for _, r in pairs)
-            for key, pairs in grouped(keys, lambda pair: pair[0]).items()
-        }
+        members: dict[tuple[str, tuple[int, ...]], list[int]] = {}
+        for axis in self.AXES:
+            for place in self.places:
+                members.setdefault(self._key(axis, place), []).append(place.rank)
+        return {key: frozenset(ranks) for key, ranks in members.items()}
 
     def __getitem__(self, rank: int) -> GridPlace:
         return self._by_rank[rank]
@@ -90,26 +90,24 @@ class Grid:
         return sorted(self._by_rank)
 
     @functools.cached_property
-    def sizes(self) -> tuple[int, int, int]:
+    def sizes(self) -> tuple[int, ...]:
         """tp, pp and dp."""
-        return tuple(1 + max(getattr(p, axis) for p in self.places) for axis in ("tp", "pp", "dp"))
+        return tuple(1 + max(getattr(place, axis) for place in self.places) for axis in COORDINATES)
 
     @property
     def nodes(self) -> dict[str, list[int]]:
         """The ranks of each node."""
-        return {
-            node: [p.rank for p in places]
-            for node, places in grouped(self.places, lambda p: p.node).items()
-        }
+        nodes: dict[str, list[int]] = {}
+        for place in self.places:
+            nodes.setdefault(place.node, []).append(place.rank)
+        return nodes
 
     def node_name(self, node: str) -> str:
         """A node in words: its name, or "node 3 of 8" where names are unknown."""
-        nodes = self.nodes
-        return (
-            node
-            if self._by_rank[nodes[node][0]].named
-            else f"node {[*nodes].index(node) + 1} of {len(nodes)}"
-        )
+        nodes = list(self.nodes)
+        if any(place.named for place in self.places if place.node == node):
+            return node
+        return f"node {nodes.index(node) + 1} of {len(nodes)}"
 
     def group(self, axis: str, rank: int) -> frozenset[int]:
         """The ranks of `rank`'s group along `axis` (a name of AXES, "embedding", "next" or
@@ -118,28 +116,29 @@ class Grid:
         place = self._by_rank[rank]
         if axis in self.AXES:
             return self._groups[self._key(axis if self.known else "world", place)]
-        stages = self.sizes[1]
-        wanted = {
+        stages = {
             "next": (place.pp + 1,),
             "previous": (place.pp - 1,),
-            "embedding": (0, stages - 1),
+            "embedding": (0, -1),
         }[axis]
         # interleaved pipelines wrap around: the first stage follows the last
-        inside = {stage % stages for stage in wanted}
-        return frozenset(r for r in self.group("pp", rank) if self._by_rank[r].pp in inside) | {
-            rank
-        }
+        numbers = [stage % self.sizes[1] for stage in stages]
+        members = [other for other in self.group("pp", rank) if self._by_rank[other].pp in numbers]
+        return frozenset([*members, rank])
 
     def _key(self, axis: str, place: GridPlace) -> tuple[str, tuple[int, ...]]:
-        return axis, tuple(
-            getattr(place, name) for name in ("tp", "pp", "dp") if name not in self.AXES[axis]
-        )
+        fixed = [name for name in COORDINATES if name not in self.AXES[axis]]
+        return axis, tuple(getattr(place, name) for name in fixed)
 
 
 def shared(places: Sequence[Any]) -> list[str]:
     """The coordinates that all of these have in common, such as "tp 0"."""
-    values = {axis: {getattr(place, axis) for place in places} for axis in ("tp", "pp", "dp")}
-    return [f"{axis} {next(iter(found))}" for axis, found in values.items() if len(found) == 1]
+    words = []
+    for axis in COORDINATES:
+        numbers = {getattr(place, axis) for place in places}
+        if len(numbers) == 1:
+            words.append(f"{axis} {numbers.pop()}")
+    return words
 
 
 def regular(
@@ -156,14 +155,20 @@ def regular(
     for name, size in (("tp", tp), ("pp", pp), ("dp", dp), ("gpus_per_node", gpus_per_node)):
         require_integer(name, size, 1)
     require(tp * pp * dp <= MOST, "tp x pp x dp", tp * pp * dp, f"must be at most {MOST}")
-    names, places = dict(enumerate(hosts)), []
+    names = list(hosts)
+    places = []
     for rank in range(tp * pp * dp):
         number = rank // gpus_per_node
-        node, how = names.get(number, f"node{number}"), known if number in names else Known.NO
-        stage, replica = rank // (tp * dp), rank // tp % dp
-        places.append(
-            GridPlace(rank=rank, tp=rank % tp, dp=replica, pp=stage, node=node, node_known=how)
+        is_named = number < len(names)
+        place = GridPlace(
+            rank=rank,
+            tp=rank % tp,
+            dp=rank // tp % dp,
+            pp=rank // (tp * dp),
+            node=names[number] if is_named else f"node{number}",
+            node_known=known if is_named else Known.NO,
         )
+        places.append(place)
     return Grid(places=tuple(places))
 
 
@@ -174,30 +179,28 @@ def with_hosts(grid: Grid, hosts: Sequence[str], width: int, known: Known) -> Gr
     `known` is how their order is known. Where hosts of `width` ranks hold exactly all ranks, each
     node has `width`; else there must be as many as nodes.
     """
-    on = dict[int, str]()
-    # The first host has the first ranks, as SLURM numbers them: nodes by name, tasks by node.
-    if len(hosts) * width == len(grid.ranks):
-        on = {rank: hosts[index // width] for index, rank in enumerate(grid.ranks)}
-    elif len(hosts) == len(grid.nodes):
-        on = {
-            rank: host
-            for host, ranks in zip(hosts, grid.nodes.values(), strict=True)
-            for rank in ranks
-        }
-    if not on or any(p.named for p in grid.places):
+    if any(place.named for place in grid.places):
         return grid
-    return replace(
-        grid, places=tuple(replace(p, node=on[p.rank], node_known=known) for p in grid.places)
-    )
+    # The first host has the first ranks, as SLURM numbers them: nodes by name, tasks by node.
+    host_of = {}
+    if len(hosts) * width == len(grid.ranks):
+        for index, rank in enumerate(grid.ranks):
+            host_of[rank] = hosts[index // width]
+    elif len(hosts) == len(grid.nodes):
+        for host, ranks in zip(hosts, grid.nodes.values(), strict=True):
+            host_of.update(dict.fromkeys(ranks, host))
+    else:
+        return grid
+    places = [replace(p, node=host_of[p.rank], node_known=known) for p in grid.places]
+    return replace(grid, places=tuple(places))
 
 
 def unknown(
     ranks: Iterable[int], gpus_per_node: int, hosts: Iterable[str] = (), known: Known = Known.MAP
 ) -> Grid:
     """The grid of a job of unknown topology: ranks 0 to the highest of `ranks`."""
-    return replace(
-        regular(1, 1, max(ranks, default=0) + 1, gpus_per_node, hosts, known), known=False
-    )
+    grid = regular(1, 1, max(ranks, default=0) + 1, gpus_per_node, hosts, known)
+    return replace(grid, known=False)
 
 
 def from_json(values: Mapping[str, Any]) -> Grid | None:
@@ -207,19 +210,22 @@ def from_json(values: Mapping[str, Any]) -> Grid | None:
     {"ranks": [{"rank": .., "tp": .., "pp": .., "dp": .., "node": ..}, ..]}, or both: then the list
     takes precedence.
     """
-    sizes, cluster = values.get("topology", values), values.get("cluster", {})
+    sizes = values.get("topology", values)
+    cluster = values.get("cluster", {})
     width = values.get("gpus_per_node") or cluster.get("gpus_per_node") or 8
     listed = {int(facts["rank"]): facts for facts in values.get("ranks") or ()}
     grid = None
-    if any(name in sizes for name in ("tp", "pp", "dp")):
-        tp, pp, dp = (sizes.get(name, 1) for name in ("tp", "pp", "dp"))
+    if not set(COORDINATES).isdisjoint(sizes):
+        tp, pp, dp = (sizes.get(name, 1) for name in COORDINATES)
         grid = regular(tp, pp, dp, width, values.get("hosts", ()))
     if not listed:
         return grid
     is_known = grid is not None or "tp" in next(iter(listed.values()))
     grid = grid or unknown(listed, width)
-    ranks = sorted({*grid.ranks, *listed})
-    places = (_place(grid[r] if r in grid else grid.places[0], r, listed.get(r, {})) for r in ranks)
+    places = []
+    for rank in sorted({*grid.ranks, *listed}):
+        base = grid[rank] if rank in grid else grid.places[0]
+        places.append(_place(base, rank, listed.get(rank, {})))
     return Grid(places=tuple(places), known=is_known)
 
 

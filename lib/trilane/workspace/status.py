@@ -111,11 +111,8 @@ def verdict(
         return written
     if scheduler or code == 0:
         return scheduler or otherwise
-    vague = (
-        Status.CRASHED,
-        Status.KILLED,
-        Status.NCCL_ERROR,
-    )  # the last words of the rank that failed say more
+    # the last words of the rank that failed say more
+    vague = (Status.CRASHED, Status.KILLED, Status.NCCL_ERROR)
     is_silent = log is None or log.status is Status.UNFINISHED or not log.status.has_failed
     if is_silent or (log.status in vague and otherwise.rank is not None):
         return otherwise

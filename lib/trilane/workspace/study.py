@@ -6,7 +6,6 @@ import contextlib
 import hashlib
 import json
 import re
-import secrets
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,8 +15,9 @@ from trilane.config import cluster
 from trilane.config.cluster import Cluster
 from trilane.config.model import ModelShape
 from trilane.config.plan import DERIVED, Plan, plan_from_json
-from trilane.config.shapes import read_shape
+from trilane.config.shapes import GivenShape, read_shape
 from trilane.utils.folder_lock import FolderLock
+from trilane.utils.numbers import size_text
 from trilane.utils.process import python, run
 from trilane.utils.tables import Record, Text, csv_text
 from trilane.utils.validation import (
@@ -53,20 +53,18 @@ class ModelChoice(Record):
             "gbs": self.gbs,
         }
 
+    def summary(self) -> Text:
+        """The model, the machine and the batch in a sentence, then what was decided."""
+        shape = self.shape
+        size = f"{size_text(shape.parameters)} parameters"
+        model = f"{shape.num_layers} layers × {shape.hidden_size}, {size}"
+        counts = ", ".join(map(str, self.gpus))
+        batch = f"{self.gbs} sequences of {shape.seq_length} tokens an iteration"
+        text = Text.of("{}, on {} GPUs of {}, {}.", model, counts, self.cluster.name, batch)
+        return Text.joined("\n\n", [text, *self.notes])
+
     def _repr_markdown_(self) -> str:
-        s, counts = self.shape, ", ".join(map(str, self.gpus))
-        size = (
-            f"{s.parameters / 1e9:,.1f} B"
-            if s.parameters >= 1e9
-            else f"{s.parameters / 1e6:,.2f} M"
-        )
-        text = "{} layers × {}, {} heads, {} parameters, on {} of {}, {} sequences of {} tokens an iteration."
-        model = (s.num_layers, s.hidden_size, s.num_attention_heads, size)
-        on = f"{counts} GPU{'s' * (self.gpus != (1,))}{' (here: processes)' * (self.cluster.gpu.kind == 'cpu')}"
-        return Text.joined(
-            "\n\n",
-            [Text.of(text, *model, on, self.cluster.name, self.gbs, s.seq_length), *self.notes],
-        )
+        return str(self.summary())
 
 
 class Study(Record):
@@ -122,14 +120,13 @@ class Study(Record):
 
     def _write(self, name: str, made_by: str, make: Callable[[], dict[str, Any]]) -> Path:
         self.folder.mkdir(parents=True, exist_ok=True)
+        path = self.folder / name
         with self._one_writer():
-            path, values = self.folder / name, make()
+            values = make()
             if _holds(path, json.loads(json.dumps(values)), "made_by"):
                 return path
-            text = json.dumps(
-                {**values, "made_by": {"notebook": made_by, **stamp(), "read": self.read}}, indent=1
-            )
-            return write_text(path, text + "\n")
+            made = {"notebook": made_by, **stamp(), "read": self.read}
+            return write_text(path, json.dumps({**values, "made_by": made}, indent=1) + "\n")
 
     def _one_writer(self) -> contextlib.AbstractContextManager[object]:
         # of two processes that save at a time each keeps the other's version
@@ -142,17 +139,11 @@ class Study(Record):
         is damaged.
         """
         path = self.folder / name
-        others, rule = outputs_root().glob(f"*/{name}"), f"has no {name} yet; run {made_by} first"
-        require(
-            path.exists(),
-            "study",
-            self.name,
-            with_nearest(rule, self.name, (p.parent.name for p in others)),
-        )
-        self.read[name] = (
-            hashlib.sha256(path.read_bytes()).hexdigest()[:10] if path.is_file() else ""
-        )
-        return read_object(path, "study file", **fields)
+        rule = f"has no {name} yet; run {made_by} first"
+        require(path.exists(), "study", self.name, rule)
+        values = read_object(path, "study file", **fields)
+        self.read[name] = hashlib.sha256(path.read_bytes()).hexdigest()[:10]
+        return values
 
     def values(self, name: str, made_by: str) -> dict[str, Any]:
         """The result file `name` without the stamp of what made it."""
@@ -162,10 +153,8 @@ class Study(Record):
         """The plans that 02_topology wrote, best first, each with its id, whole: what 03 and 07 go
         on from.
         """
-        return [
-            plan_from_json(values)
-            for values in self.load("plans.json", "02_topology", plans=list)["plans"]
-        ]
+        plans = self.load("plans.json", "02_topology", plans=list)["plans"]
+        return [plan_from_json(values) for values in plans]
 
     def model(
         self, shape: str = "", cluster: str = "", gpus: str = "", gbs: int = 0, seq_length: int = 0
@@ -176,21 +165,18 @@ class Study(Record):
         `shape` and `seq_length` as in config.shapes.read_shape, `cluster` as in load_cluster,
         `gpus` one or several counts ("1,2,4").
         """
-        is_whole = shape and cluster and gpus and gbs
-        chosen = {} if is_whole else self.load("sizing.json", "01_sizing", shape=dict, cluster=str)
-        require(
-            bool(shape) or not seq_length,
-            "seq_length",
-            seq_length,
-            "needs a shape; that of 01_sizing has its own",
-        )
-        given = read_shape(shape, seq_length=seq_length) if shape else None
+        chosen = {}
+        if not (shape and cluster and gpus and gbs):
+            chosen = self.load("sizing.json", "01_sizing", shape=dict, cluster=str)
+        if shape:
+            given = read_shape(shape, seq_length=seq_length)
+        else:
+            require(not seq_length, "seq_length", seq_length, "needs a shape of yours")
+            given = GivenShape(shape=from_mapping(ModelShape, chosen["shape"], "sizing.shape"))
         name = cluster or chosen["cluster"]
         return ModelChoice(
-            shape=given.shape
-            if given
-            else from_mapping(ModelShape, chosen["shape"], "sizing.shape"),
-            notes=given.notes if given else (),
+            shape=given.shape,
+            notes=given.notes,
             cluster=load_cluster(name),
             cluster_name=name,
             gpus=tuple(parse_integers("gpus", gpus or str(chosen.get("gpus")))),
@@ -209,19 +195,13 @@ class Study(Record):
         path = self.folder / "figures" / f"{name}.png"
         path.parent.mkdir(exist_ok=True)
         if not isinstance(figure, str):
-            aside = path.with_name(
-                f".{name}.{secrets.token_hex(6)}.png"
-            )  # nobody sees half of a figure
-            figure.savefig(aside, dpi=150, bbox_inches="tight")
-            aside.replace(path)
+            figure.savefig(path, dpi=150, bbox_inches="tight")
         return path
 
     def run_folders(self) -> list[Path]:
         """The run folders of the study, oldest first."""
-        return sorted(
-            (p.parent for p in self.folder.glob("runs/*/plan.json")),
-            key=lambda p: p.stat().st_mtime_ns,
-        )
+        plans = self.folder.glob("runs/*/plan.json")
+        return [path.parent for path in sorted(plans, key=lambda p: p.stat().st_mtime_ns)]
 
     def run_folder(
         self,
@@ -235,7 +215,9 @@ class Study(Record):
         No folder is used by two runs: where the label is taken by a started run or another plan, a
         number is appended. An equal plan that is `going` there now is this run.
         """
-        folder, number = self.folder / "runs" / plan.label, 2
+        first = self.folder / "runs" / plan.label
+        folder = first
+        number = 1
         while folder.exists():
             if _holds(folder / "plan.json", plan.to_json(), "calibration", *DERIVED):
                 run = Run(folder)
@@ -243,7 +225,8 @@ class Study(Record):
                     return folder, run.is_completed
                 if not is_started(folder):
                     break
-            folder, number = folder.with_name(f"{plan.label}-{number}"), number + 1
+            number += 1
+            folder = first.with_name(f"{plan.label}-{number}")
         for name, text in files.items():
             write_text(folder / name, text)
         return folder, False
@@ -270,15 +253,15 @@ def load_cluster(name: str | Cluster) -> Cluster:
     """
     if isinstance(name, Cluster):
         return name
+    if name != "local":
+        return cluster.cluster(name)
     path = outputs_root() / "local.json"
-    if name == "local" and not path.exists():
+    if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
         done = run(python("-m", "trilane_engine.bench", str(path)))
-        last = (done.stderr.strip().splitlines() or ["no output"])[-1]
-        require(
-            done.returncode == 0, "cluster", "local", f"this machine could not be measured: {last}"
-        )
-    return cluster.cluster(str(path) if name == "local" else name)
+        rule = f"this machine could not be measured: {done.stderr.strip()[-300:]}"
+        require(done.returncode == 0, "cluster", "local", rule)
+    return cluster.cluster(str(path))
 
 
 def studies() -> list[str]:
@@ -292,19 +275,14 @@ def run_folders(names: Iterable[str]) -> list[Path]:
 
     A folder with a ledger is one of a run whose plan was deleted.
     """
-    found: list[Path] = []
+    folders: list[Path] = []
     for name in names:
         path = Path(name) if Path(name).exists() else outputs_root() / name
-        below = (
-            [path]
-            if (path / "plan.json").exists() or (path / "jobs.jsonl").exists()
-            else sorted(p.parent for p in path.glob("**/plan.json"))
-        )
-        require(
-            bool(below),
-            "run",
-            name,
-            with_nearest("no run folder there, and no study of that name", name, studies()),
-        )
-        found += below
-    return found
+        if (path / "plan.json").exists() or (path / "jobs.jsonl").exists():
+            folders.append(path)
+            continue
+        below = sorted(plan.parent for plan in path.glob("**/plan.json"))
+        rule = with_nearest("no run folder there, and no study of that name", name, studies())
+        require(bool(below), "run", name, rule)
+        folders += below
+    return folders
