@@ -106,11 +106,12 @@ def _row(run: Measurement) -> dict[str, Any]:
 
 
 def frame(rows: Sequence[Row]) -> DataFrame:
-    """A row a run, its columns named as in JSON; NaN where a number is unknown."""
+    """A row a run, its columns named as in JSON, memory in GiB; NaN where a number is unknown."""
     import pandas as pd
 
     texts = [{key: _text(value) for key, value in row.items()} for row in rows]
-    return pd.DataFrame(texts).rename(columns={"run_name": "run"})
+    table = pd.DataFrame(texts).rename(columns={"run_name": "run"})
+    return table.drop(columns="memory_bytes", errors="ignore")
 
 
 def _text(value: Any) -> Any:
