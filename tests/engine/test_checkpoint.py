@@ -172,7 +172,7 @@ def test_a_full_disk_leaves_the_old_checkpoint_and_the_training_goes_on(
         log = (folder / "0.log").read_text()
         line = "iter_0000004 could not be saved: rank 0: No space left on device"
         assert f"trilane: CHECKPOINT NOT SAVED: {line}; the newest is iter_0000002" in log
-        assert trouble(folder).startswith("CHECKPOINT NOT SAVED since 20")
+        assert trouble(folder).startswith(f"CHECKPOINT NOT SAVED: {line}")
         assert read_status(folder).status == "stopped", "its last checkpoint is missing"
         assert sorted(path.name for path in disk.iterdir()) == ["iter_0000002", "latest"]
         subprocess.run(["mount", "-o", "remount,size=50m", str(disk)], check=True)
