@@ -172,12 +172,13 @@ def to_mapping(value: Any) -> dict[str, Any]:
 
 
 def read_json(path: Path | str, what: str) -> Any:
-    """The JSON in `path`; ValueError with its name where it is missing, not JSON, or not finite in
-    a number.
+    """The JSON in `path`; ValueError with its name where it is missing, not JSON, not finite in a
+    number, or has a key twice.
     """
     text = read_text(path, what, MOST_JSON_BYTES)
+    finite = {"parse_float": _finite, "parse_constant": _finite}
     try:
-        return json.loads(text, parse_float=_finite, parse_constant=_finite)
+        return json.loads(text, object_pairs_hook=_unique, **finite)
     except RecursionError:
         reason = "nested too deep"
     except ValueError as error:  # also an integer of more than 4300 digits
@@ -190,6 +191,13 @@ def _finite(text: str) -> float:
     if not math.isfinite(number):
         raise ValueError(f"{shown(text, 40)} is not a finite number")
     return number
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    values = dict(pairs)
+    if len(values) < len(pairs):
+        raise ValueError("a key stands twice in one object")
+    return values
 
 
 def read_object(path: Path | str, what: str, **fields: type) -> dict[str, Any]:
