@@ -174,8 +174,9 @@ def version_misfit(package: str, path: Sequence[str] = ()) -> str:
     megatron = installed_version("megatron-core", path)
     if not version or not megatron:
         return ""
-    release, *_ = _releases(version)
-    core, *_ = _releases(megatron)
+    # a version without numbers, such as "nightly", counts as the oldest
+    release, *_ = [*_releases(version), (0, 0)]
+    core, *_ = [*_releases(megatron), (0, 0)]
     rows = BESIDE_MEGATRON[package]
     bounds = rows[max((since for since in rows if since <= core), default=min(rows))]
     low, *ends = _releases(bounds)

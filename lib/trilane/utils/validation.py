@@ -176,9 +176,10 @@ def read_json(path: Path | str, what: str) -> Any:
     number, or has a key twice.
     """
     text = read_text(path, what, MOST_JSON_BYTES)
-    finite = {"parse_float": _finite, "parse_constant": _finite}
     try:
-        return json.loads(text, object_pairs_hook=_unique, **finite)
+        return json.loads(
+            text, parse_float=_finite, parse_constant=_finite, object_pairs_hook=_unique
+        )
     except RecursionError:
         reason = "nested too deep"
     except ValueError as error:  # also an integer of more than 4300 digits
