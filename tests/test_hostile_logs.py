@@ -557,7 +557,7 @@ def words(**changes: Any) -> str:
 
 
 UNREAD = "tokenizer.json cannot be read ("
-UNFIT = "pad the vocabulary up, not down"
+UNFIT = "pad the vocabulary up"
 TOKENIZERS: dict[str, tuple[Content, str]] = {
     "100,000 deep": ("[" * DEEP, UNREAD),
     "a negative id": (words(vocab={"</s>": 0, "a": -1}), UNREAD),

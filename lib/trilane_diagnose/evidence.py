@@ -46,7 +46,10 @@ def read_folder(folder: Path, grid: Grid | None = None) -> Evidence:
     `grid` takes precedence over topology.json and plan.json.
     """
     require_folder("folder", folder)
-    roots = [folder / "stacks", folder / "ranks"] if (folder / "stacks").is_dir() else [folder]
+    if (folder / "stacks").is_dir():
+        roots = [folder / "stacks", folder / "ranks"]
+    else:
+        roots = [folder]
     entries = {path for root in roots for path in root.rglob("*")}
     paths = sorted(filter(Path.is_file, entries), key=lambda path: natural(str(path)))
     files = _Files()

@@ -82,7 +82,9 @@ class Call:
         if not match:
             return None
         number = int(match[1])
-        return sorted(self.ranks)[number] if number < len(self.ranks) else number
+        if number < len(self.ranks):
+            return sorted(self.ranks)[number]
+        return number
 
     @property
     def number(self) -> tuple[str, bool, int]:
@@ -131,7 +133,10 @@ def read_recording(data: bytes) -> Recording:
 
 def _recording(values: Any) -> Recording:
     # torch may dump the calls alone that have not ended: of none JSON has no list
-    entries = values.get("entries", []) if "pg_config" in values else values["entries"]
+    if "pg_config" in values:
+        entries = values.get("entries", [])
+    else:
+        entries = values["entries"]
     entries = entries[-MOST_CALLS:]
     config = values.get("pg_config") or {}
     members = {_word(name): _ranks(group.get("ranks")) for name, group in config.items()}
@@ -206,7 +211,9 @@ def _call(entry: dict[str, Any], members: Mapping[str, tuple[int, ...]]) -> Call
 def _word(value: Any) -> str:
     require(type(value) in (str, int), "dump", type(value).__name__, "a name is text")
     text = str(value)
-    return text if len(text) <= 100 and text.isprintable() else short(text)
+    if len(text) <= 100 and text.isprintable():
+        return text
+    return short(text)
 
 
 def _whole(value: Any) -> int:
@@ -222,7 +229,10 @@ def _sizes(value: Any) -> str:
 
 def _ranks(value: Any) -> tuple[int, ...]:
     """The ranks of a group, which torch writes as text "[0, 1]", other tools as a list."""
-    values = json.loads(value) if isinstance(value, str) and value else value or ()
+    if isinstance(value, str) and value:
+        values = json.loads(value)
+    else:
+        values = value or ()
     is_list = isinstance(values, list | tuple)
     ranks = tuple(values[:MOST]) if is_list else ()
     is_sound = is_list and all(type(rank) is int and 0 <= rank < MOST for rank in ranks)

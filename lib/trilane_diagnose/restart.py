@@ -160,7 +160,10 @@ def merged(findings: Iterable[RestartFinding]) -> list[RestartFinding]:
     """
 
     def key(finding: RestartFinding) -> tuple[str, str]:
-        kind = "not-restored" if finding.kind == "reset" else finding.kind
+        if finding.kind == "reset":
+            kind = "not-restored"
+        else:
+            kind = finding.kind
         return kind, finding.tensor
 
     joined = []
@@ -198,7 +201,10 @@ def changed(before: Snapshot, after: Snapshot) -> Findings:
             continue
         finding = "not-restored"
         what = f"{kind} is {share(size)} away from what was saved"
-        default = default_of(name) if kind in ("weight", COPY) else None
+        if kind in ("weight", COPY):
+            default = default_of(name)
+        else:
+            default = None
         if new.constant(default) and not old.constant(default):
             finding = "reset"
             what += f": every element is {new.low:g}, its default"
@@ -224,7 +230,10 @@ def _marks(
         if not there:
             others.add(name)
             continue
-        part_of = {holder.rank: part for holder, part in there} if _alike(before, after) else {}
+        if _alike(before, after):
+            part_of = {holder.rank: part for holder, part in there}
+        else:
+            part_of = {}
         for holder, part in held:
             old = part_of.get(holder.rank, there[0][1])
             for kind in kinds:

@@ -153,7 +153,10 @@ def read_pyspy(text: str) -> list[Dump]:
     """
     dumps: dict[str, Dump] = {}
     # Where no line names the processes, each main thread begins one.
-    begin = r"Process \d" if re.search(r"(?m)^Process \d", text) else r'Thread .*"MainThread"'
+    if re.search(r"(?m)^Process \d", text):
+        begin = r"Process \d"
+    else:
+        begin = r'Thread .*"MainThread"'
     for block in re.split(f"(?m)^(?={begin})", text):
         head, *threads = re.split(r"(?m)^(?=Thread (?:0x)?[0-9a-fA-F]+ \()", block)
         process = re.match(r"Process (\d{1,9}): (.*)", head)

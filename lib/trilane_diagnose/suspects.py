@@ -168,7 +168,9 @@ class _Graph:
         recording = self.evidence.recordings.get(member)
         kind = self.found[member].kind
         if recording is None:
-            return None if kind in NO_EVIDENCE else kind in (*HARD, "silent", "busy")
+            if kind in NO_EVIDENCE:
+                return None
+            return kind in (*HARD, "silent", "busy")
         if not recording.knows(call.group):
             return None
         if not call.p2p and recording.entered.get(call.group, 0) < call.sequence:

@@ -365,7 +365,9 @@ def main(argv: list[str]) -> None:
     """Watch the node of the process argv[1], its first rank argv[2] (default 0), of the run in
     argv[0].
     """
-    folder, parent, first = Path(argv[0]), int(argv[1]), int(argv[2]) if len(argv) > 2 else 0
+    folder = Path(argv[0])
+    parent = int(argv[1])
+    first = int(argv[2]) if len(argv) > 2 else 0
     # The parent passes its own id, as it may have ended before we could ask. A capture that waits
     # for other nodes must not outlive it either: SLURM drains a node on which a job's process does
     # not end ("Kill task failed").

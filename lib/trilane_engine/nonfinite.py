@@ -162,7 +162,9 @@ def named(chunk: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 def largest(tensor: Tensor) -> float:
     """The largest magnitude, inf or NaN where a value is; 0 of none."""
-    return torch.linalg.vector_norm(tensor.detach(), math.inf).item() if tensor.numel() else 0.0
+    if tensor.numel():
+        return torch.linalg.vector_norm(tensor.detach(), math.inf).item()
+    return 0.0
 
 
 def kind(tensor: Tensor) -> str:

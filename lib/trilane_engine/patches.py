@@ -117,7 +117,9 @@ def _stacking(plain: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]
 
     def made(data: Any, *args: Any, **options: Any) -> torch.Tensor:
         parts = tensors_of(data) if isinstance(data, list) else []
-        return torch.stack(parts) if parts else plain(data, *args, **options)
+        if parts:
+            return torch.stack(parts)
+        return plain(data, *args, **options)
 
     return made
 
@@ -156,7 +158,10 @@ def send_aliases() -> None:
     send: Any = p2p_communication._p2p_ops
 
     def aliased(*, tensor_send_next: torch.Tensor | None, **others: Any) -> Any:
-        alias = None if tensor_send_next is None else tensor_send_next.detach()
+        if tensor_send_next is None:
+            alias = None
+        else:
+            alias = tensor_send_next.detach()
         return send(tensor_send_next=alias, **others)
 
     if frees_before_sent():

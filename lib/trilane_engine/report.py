@@ -172,4 +172,6 @@ def peak_resident_bytes() -> int:
     macOS.
     """
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
+    if sys.platform == "darwin":
+        return peak
+    return peak * 1024

@@ -59,7 +59,8 @@ def result(m: Measurement) -> dict[str, Any]:
     `memory_bytes` are those of each rank. `mfu` is null on a CPU: the rate in its cluster file is a
     measured one, and no peak.
     """
-    plan, stamp = m.plan, m.log.source.with_name("env.json")
+    plan = m.plan
+    stamp = m.log.source.with_name("env.json")
     assert plan, "of a run folder"
     return {
         **{

@@ -84,7 +84,10 @@ class MeasuredRuns(Table):
             table = pd.concat(losses, axis=1).dropna(thresh=2)
             if len(table):
                 gap = (table.max(axis=1) - table.min(axis=1)).max()
-                words = "agree within" if gap < SAME_LOSS else "differ by up to"
+                if gap < SAME_LOSS:
+                    words = "agree within"
+                else:
+                    words = "differ by up to"
                 sentences.append(Text.of("Their losses {} {:.1g} nats per token.", words, gap))
         if recalibration is not None:
             sentences.append(accuracy(recalibration))
@@ -172,7 +175,10 @@ def measure_runs(
         require(bool(runs), "study", study.name, "has no run; run 03_launch first, or name logs")
         return MeasuredRuns(runs=tuple(runs))
     machine = load_cluster(cluster) if cluster else None
-    card = machine.gpu if machine and machine.gpu.kind == "cuda" else None
+    if machine and machine.gpu.kind == "cuda":
+        card = machine.gpu
+    else:
+        card = None
     runs, unread = measure_all(files(logs), warm_up, card)
     require(bool(runs), "logs", logs, f"no log among them: {[*unread, 'no such file'][0]}")
     names = Counter(run.name for run in runs)
@@ -210,7 +216,10 @@ def measure_path(
     `gpu` is the card where another log does not name it. Raises ValueError where there is no run.
     """
     path = Path(path)
-    folder = path.parent if path.name in ("run.log", "steps.jsonl") else path
+    if path.name in ("run.log", "steps.jsonl"):
+        folder = path.parent
+    else:
+        folder = path
     if _is_run(folder):
         return [measure(folder, warm_up)]
     if path.is_dir():

@@ -54,7 +54,8 @@ class Comparison:
     def sentence(self) -> str:
         """The result, with its interval."""
         size = abs(math.expm1(self.change))
-        low, high = math.expm1(self.low), math.expm1(self.high)
+        low = math.expm1(self.low)
+        high = math.expm1(self.high)
         is_faster = self.change < 0
         if self.decided:
             near, far = sorted([abs(low), abs(high)])
@@ -66,7 +67,10 @@ class Comparison:
 
     def summary(self) -> str:
         """The result, the seconds of both sides, the spread between runs, and notes, in lines."""
-        unit = "an iteration" if self.unit == "iteration" else "a token"
+        if self.unit == "iteration":
+            unit = "an iteration"
+        else:
+            unit = "a token"
         seconds = f"A {self.seconds_a:.4g} s, B {self.seconds_b:.4g} s {unit}"
         runs = f"{seconds} ({self.runs_a} and {self.runs_b} runs)"
         spread = f"spread between runs {self.deviation:.2%}: {self.source}"

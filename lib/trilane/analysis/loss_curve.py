@@ -216,4 +216,6 @@ def change(value: float, expected: float) -> str:
     if not expected or not value:
         return f"{value - expected:+.6g}"
     ratio = value / expected
-    return f"{ratio - 1:+.2%}" if 0.5 < ratio < 2 else f"x {ratio:.3g}"
+    if 0.5 < ratio < 2:
+        return f"{ratio - 1:+.2%}"
+    return f"x {ratio:.3g}"

@@ -47,7 +47,9 @@ def iteration_flops(
     on the chronicles' 46 rows of 17 and 20 February. The last is `num_floating_point_operations` in
     training.py of Megatron-LM 2025 (core 0.16). Left out by all: norms, softmax, GELU, optimizer.
     """
-    s, L, h = shape.seq_length, shape.num_layers, shape.hidden_size
+    s = shape.seq_length
+    L = shape.num_layers
+    h = shape.hidden_size
     is_full = recompute == "full"
     passes = 4 if is_full else 3
     copies = 2 * shape.norm_parameters
@@ -236,7 +238,10 @@ def measure_log(
             spread = (high - low) / 2 / seconds
     else:
         seconds = mean_seconds(log)
-    tokens_per_s = config.gbs * config.seq_length / seconds if seconds > 0 else 0.0
+    if seconds > 0:
+        tokens_per_s = config.gbs * config.seq_length / seconds
+    else:
+        tokens_per_s = 0.0
     later = times[WARM_UP:]
     later = later[np.isfinite(later)]
     lost_share = math.nan

@@ -92,7 +92,9 @@ def _problem(run: Measurement, case: Configuration) -> str:
     gpu = card(run.log)
     if gpu and gpu.name.partition("-")[0] != case.cluster.gpu.name.partition("-")[0]:
         return f"ran on {gpu.name}, by its log"
-    return str(run.time_problems[0]) if run.time_problems else ""
+    if run.time_problems:
+        return str(run.time_problems[0])
+    return ""
 
 
 def stack(run: Measurement, case: Configuration) -> str:

@@ -56,7 +56,9 @@ def run_config(log: RunLog, plan: Plan | None = None, gpu: Gpu | None = None) ->
     """The configuration of a run, its full batch size also where it still ramps up: its plan's
     where there is one, else by its log, on `gpu` where that is known.
     """
-    return config_of(plan) if plan else _of_log(log, gpu or card(log))
+    if plan:
+        return config_of(plan)
+    return _of_log(log, gpu or card(log))
 
 
 def of_window(config: RunConfig, log: RunLog, counts: np.ndarray) -> RunConfig:
@@ -79,7 +81,10 @@ def config_of(plan: Plan) -> RunConfig:
     topology = plan.topology
     gpu = plan.cluster.gpu
     # a process on a CPU machine has a share of the cores, for which the card's peak means nothing
-    peak = gpu.flops_per_s(topology.precision) if gpu.kind == "cuda" else 0.0
+    if gpu.kind == "cuda":
+        peak = gpu.flops_per_s(topology.precision)
+    else:
+        peak = 0.0
     names = ("gpus", "tp", "pp", "dp", "mbs", "gbs", "recompute", "interleaving", "precision")
     return RunConfig(
         shape=plan.shape,
@@ -203,7 +208,10 @@ def _shape(log: RunLog) -> ModelShape | None:
     biases = "all"
     if given.get("add_bias_linear") is False or _is_on(log, "disable_bias_linear"):
         biases = "qkv" if _is_on(log, "add_qkv_bias") else "none"
-    groups = _whole(log, "num_query_groups") if _is_on(log, "group_query_attention") else 0
+    if _is_on(log, "group_query_attention"):
+        groups = _whole(log, "num_query_groups")
+    else:
+        groups = 0
     norm = str(given.get("normalization") or given.get("norm"))
     try:
         return ModelShape(
@@ -247,7 +255,9 @@ def _parameters(log: RunLog) -> float:
     if L and h and s and V:
         return L * (12 * h * h + 13 * h) + (V + s + 2) * h
     size = log.arguments.get("size")
-    return size * 1e9 if isinstance(size, int | float) and size > 0 else 0
+    if isinstance(size, int | float) and size > 0:
+        return size * 1e9
+    return 0
 
 
 def _batch(log: RunLog, replicas: int) -> float:

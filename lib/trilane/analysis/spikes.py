@@ -83,7 +83,10 @@ def _spikes(curve: Curve, name: str, kind: str, least: float) -> Iterator[Event]
         # it has returned where three lines in a row, or all that are left, are calm
         is_calm = np.append(x[i + 1 :] <= level[i] + RETURNED * sigma[i], [True, True])
         lasting = is_calm[:-2] & is_calm[1:-1] & is_calm[2:]
-        end = i + 1 + int(np.argmax(lasting)) if lasting.any() else len(x)
+        if lasting.any():
+            end = i + 1 + int(np.argmax(lasting))
+        else:
+            end = len(x)
         peak = i + int(np.argmax(x[i:end]))
         yield Event(
             kind=kind,

@@ -33,7 +33,9 @@ class SteadyState:
             for reason, numbers in self.left_out.items()
         ]
         text = f"left out: {'; '.join(parts) or 'none'}"
-        return f"{text}; {self.note}" if self.note else text
+        if self.note:
+            return f"{text}; {self.note}"
+        return text
 
 
 def steady_state(

@@ -57,7 +57,10 @@ def rows_of(runs: Sequence[Measurement], root: Path | None = None) -> list[dict[
     rows = []
     for run, place in zip(runs, places, strict=True):
         seen[place] += 1
-        source = place.name if place == root else os.path.relpath(place, root)
+        if place == root:
+            source = place.name
+        else:
+            source = os.path.relpath(place, root)
         if seen[place] > 1:
             source = f"{source} run {seen[place]}"
         notes = [source, run.note]
@@ -78,7 +81,8 @@ def _row(run: Measurement) -> dict[str, Any]:
     causes = list(log.own)
     if run.status is not Status.COMPLETED:
         causes = [log.evidence, *log.collectives, *causes]
-    first, last = log.first_iteration, log.last_iteration
+    first = log.first_iteration
+    last = log.last_iteration
     return row | {
         "memory_bytes": run.memory_bytes,
         "memory_gib": run.memory_bytes / 2**30,
@@ -115,7 +119,9 @@ def frame(rows: Sequence[Row]) -> DataFrame:
 
 
 def _text(value: Any) -> Any:
-    return "; ".join(value) if isinstance(value, list) else value
+    if isinstance(value, list):
+        return "; ".join(value)
+    return value
 
 
 def ordered(rows: list[dict[str, Any]], by: str) -> list[dict[str, Any]]:
@@ -152,7 +158,9 @@ def cell(row: Row, key: str) -> str:
         return size_text(value)
     if key == "memory_gib":
         return f"{value:.1f}GiB"
-    return f"{value:.0f}" if value == int(value) else f"{value:.4g}"
+    if value == int(value):
+        return f"{value:.0f}"
+    return f"{value:.4g}"
 
 
 def markdown(rows: Sequence[Row], sort: str = "") -> str:

@@ -73,7 +73,10 @@ class Root(Group):
             return None
         if cmd_name == "debug":
             return hook("debug")
-        module = "run" if cmd_name in ("calibrate", "train", "measure") else cmd_name
+        if cmd_name in ("calibrate", "train", "measure"):
+            module = "run"
+        else:
+            module = cmd_name
         return getattr(import_module(f"trilane.cli.{module}"), cmd_name)
 
 
@@ -124,7 +127,9 @@ class Typed(click.ParamType):
         self.words = YES_OR_NO if kind is bool else facts.get("choices", ())
 
     def get_metavar(self, param: click.Parameter, ctx: click.Context) -> str | None:
-        return f"[{'|'.join(self.words)}]" if self.words else None
+        if self.words:
+            return f"[{'|'.join(self.words)}]"
+        return None
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         name = self.facts.get("name", param.name if param else "")
@@ -154,11 +159,17 @@ def parameters_of(p: inspect.Parameter, hint: Any) -> list[click.Parameter]:
     """What a parameter of a command is on the command line."""
     if p.kind is p.VAR_POSITIONAL:
         return [click.Argument([p.name], nargs=-1, required=hint is not Any, type=Typed(hint, {}))]
-    source = typing.get_args(hint)[1] if typing.get_origin(hint) is typing.Annotated else hint
+    if typing.get_origin(hint) is typing.Annotated:
+        source = typing.get_args(hint)[1]
+    else:
+        source = hint
     if dataclasses.is_dataclass(source) and p.default is p.empty:
         fields = [f for f in dataclasses.fields(source) if f.metadata.get("cli", True)]
         return [_option(f.name, f.type, f, _is_open(p, hint)) for f in fields]
-    field = option(argument=None) if p.default is p.empty else p.default
+    if p.default is p.empty:
+        field = option(argument=None)
+    else:
+        field = p.default
     if "argument" not in field.metadata:
         return [_option(p.name, hint, field)]
     kind = Typed(_kind(hint), field.metadata)
@@ -244,7 +255,9 @@ def command(
                     is_dict = _is_open(p, hints[p.name])
                     keywords[p.name] = values if is_dict else hints[p.name](**values)
             answer = function(*words, **keywords)
-            return answer.show(as_json) if isinstance(answer, Answer) else answer
+            if isinstance(answer, Answer):
+                return answer.show(as_json)
+            return answer
 
         help = inspect.getdoc(function)
         made = cls(name or function.__name__, callback=run, params=shown, help=help)

@@ -83,8 +83,8 @@ def huggingface(
 
     It is a GPT-2, BLOOM, Llama or Qwen 2, by the shape.
     """
-    module = "trilane_engine.checkpoint.huggingface"
-    replace_by(python("-m", module, str(source), str(out), str(vocab_size), tokenizer))
+    arguments = (str(source), str(out), str(vocab_size), tokenizer)
+    replace_by(python("-m", "trilane_engine.checkpoint.huggingface", *arguments))
 
 
 @command(convert)
@@ -104,5 +104,5 @@ def checkpoint(
     Of Megatron's the newest iteration, or a folder iter_*; weights, and Adam's moments where each
     stands whole.
     """
-    module = "trilane_engine.checkpoint.torch_dist"
-    replace_by(python("-m", module, str(source), str(out), plan, str(iteration)))
+    arguments = (str(source), str(out), plan, str(iteration))
+    replace_by(python("-m", "trilane_engine.checkpoint.torch_dist", *arguments))

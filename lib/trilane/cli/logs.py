@@ -76,7 +76,10 @@ def table(
     if sort:
         rows = tables.ordered(rows, sort)
     values = [{k: None if v != v else v for k, v in row.items()} for row in rows]
-    text = csv_text(tables.frame(rows)) if csv else tables.markdown(rows, sort)
+    if csv:
+        text = csv_text(tables.frame(rows))
+    else:
+        text = tables.markdown(rows, sort)
     return Answer({"folder": str(folder), "rows": values, "left_out": bad}, text)
 
 

@@ -71,7 +71,10 @@ def run(
     given = dict(parameter)
     chosen = [notebook]
     if notebook == "all":
-        chosen = notebooks.notebook_names() if lab else list(notebooks.DEMO)
+        if lab:
+            chosen = notebooks.notebook_names()
+        else:
+            chosen = list(notebooks.DEMO)
     # every parameter is checked before a folder is made
     values = notebooks.distribute(chosen, given)
     if lab:
@@ -218,4 +221,6 @@ def engines(
 
 def json_option() -> list[str]:
     """--json, where it was given, for the process that takes the place of this one."""
-    return ["--json"] if click.get_current_context().params["as_json"] else []
+    if click.get_current_context().params["as_json"]:
+        return ["--json"]
+    return []

@@ -129,7 +129,10 @@ def submit(
                     submitted[run] = waiting
         others = [run for run in asked if run not in submitted]
         # a stage loads the checkpoint of the one before
-        most = 1 if any(chains.is_chain(run) for run in runs) else parallel
+        if any(chains.is_chain(run) for run in runs):
+            most = 1
+        else:
+            most = parallel
         each = [counts[str(run.folder)] for run in others]
         for run, one in jobs.submit_all(others, job.site, job, times=each, parallel=most):
             submitted.setdefault(run, []).append(one)

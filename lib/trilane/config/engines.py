@@ -38,7 +38,9 @@ def default_precision(cluster: Cluster) -> str:
     """bf16 where the card has it, else fp16, and fp32 on a CPU."""
     if cluster.gpu.kind == "cpu":
         return "fp32"
-    return "bf16" if cluster.gpu.bf16_flops_per_s else "fp16"
+    if cluster.gpu.bf16_flops_per_s:
+        return "bf16"
+    return "fp16"
 
 
 def default_attention(

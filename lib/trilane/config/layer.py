@@ -27,7 +27,10 @@ class Layer:
     source: str = field(default="", repr=False)
 
     def __post_init__(self) -> None:
-        form = r"[\w.-]+\.py:\w+" if self.source else r"\w+(\.\w+)*:\w+"
+        if self.source:
+            form = r"[\w.-]+\.py:\w+"
+        else:
+            form = r"\w+(\.\w+)*:\w+"
         ok = re.fullmatch(form, self.name) is not None
         rule = "must be FILE.py:CLASS with the text of the file, or package.module:CLASS"
         require(ok and (bool(self.source) or ".py:" not in self.name), "layer", self.name, rule)
@@ -40,7 +43,9 @@ class Layer:
     def __str__(self) -> str:
         """The name, and for a file what tells two versions of it apart."""
         digest = hashlib.sha256(self.source.encode()).hexdigest()[:8]
-        return f"{self.name} ({digest})" if self.source else self.name
+        if self.source:
+            return f"{self.name} ({digest})"
+        return self.name
 
 
 def read_layer(name: str, folder: Path) -> Layer:

@@ -105,7 +105,9 @@ class ModelShape(Record):
         (arguments.py).
         """
         h = self.hidden_size
-        return max(8 * h // 3 // 64 * 64, h) if self.is_gated else 4 * h
+        if self.is_gated:
+            return max(8 * h // 3 // 64 * 64, h)
+        return 4 * h
 
     @property
     def is_gated(self) -> bool:
@@ -211,8 +213,11 @@ class ModelShape(Record):
         activation, softmax, optimizer, and the half of the score matrix that a causal attention
         kernel may skip.
         """
-        B, s = gbs, self.seq_length
-        L, h, V = self.num_layers, self.hidden_size, self.vocab_size
+        B = gbs
+        s = self.seq_length
+        L = self.num_layers
+        h = self.hidden_size
+        V = self.vocab_size
         layers = L * (2 * B * s * self.layer_weights + 4 * B * s * s * h)
         return (4 if recompute_full else 3) * layers + 6 * B * s * h * V
 

@@ -244,14 +244,18 @@ def _stages_and_layers(t: Any, shape: ModelShape) -> tuple[int, int]:
 
 def _shares_layers(t: Any, shape: ModelShape) -> bool:
     chunks, layers = _stages_and_layers(t, shape)
-    return layers % chunks == 0 < layers if chunks else layers == 0
+    if chunks:
+        return layers % chunks == 0 < layers
+    return layers == 0
 
 
 def dividing(number: int, value: int) -> str:
     """What divides a number next to a value that does not, in words: "; 7 or 10 would"."""
     divisors = [d for d in range(1, number + 1) if number % d == 0]
     near = [d for d in divisors if d < value][-1:] + [d for d in divisors if d > value][:1]
-    return f"; {' or '.join(map(str, near))} would" if near else ""
+    if near:
+        return f"; {' or '.join(map(str, near))} would"
+    return ""
 
 
 def _tp_divides(size: str, hint: str = "", sign: str = "=") -> Rule:

@@ -58,7 +58,10 @@ def read_shape(text: str | ModelShape, *, seq_length: int = 0, tp: int = 1) -> G
     else:
         values = read_json(path, "shape")
         if not isinstance(values, dict) or "model_type" not in values:
-            fields = values.get("shape", values) if isinstance(values, dict) else values
+            if isinstance(values, dict):
+                fields = values.get("shape", values)
+            else:
+                fields = values
             shape = from_mapping(ModelShape, fields, "shape")
             return GivenShape(shape=_with_sequence(shape, seq_length))
         given = shape_of_config(values, seq_length)
@@ -74,7 +77,9 @@ def read_shape(text: str | ModelShape, *, seq_length: int = 0, tp: int = 1) -> G
 
 
 def _with_sequence(shape: ModelShape, seq_length: int) -> ModelShape:
-    return dataclasses.replace(shape, seq_length=seq_length) if seq_length else shape
+    if seq_length:
+        return dataclasses.replace(shape, seq_length=seq_length)
+    return shape
 
 
 def shape_of_config(values: Mapping[str, Any], seq_length: int = 0) -> GivenShape:

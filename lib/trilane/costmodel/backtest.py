@@ -197,7 +197,10 @@ def predict_default(rows: Sequence[MeasuredRow], calibration: str = "") -> list[
         cluster = row.case.cluster
         key = (cluster.name, row.stack)
         if key not in constants:
-            source = calibration_for(cluster, calibration) if calibration else None
+            if calibration:
+                source = calibration_for(cluster, calibration)
+            else:
+                source = None
             constants[key] = source or default(cluster, row.stack)
         known = constants[key]
         seconds = predict_row(row, known).sec_pred
@@ -321,7 +324,10 @@ def backtest(
         rows += read
         skipped += unread
         ignored += ignored_words(source)
-    predictions = leave_one_out(rows, left_out) if left_out else predict_default(rows, calibration)
+    if left_out:
+        predictions = leave_one_out(rows, left_out)
+    else:
+        predictions = predict_default(rows, calibration)
     return Backtest(
         rows=tuple(rows),
         predictions=tuple(predictions),

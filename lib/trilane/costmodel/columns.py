@@ -240,7 +240,9 @@ def columns_of(shape: ModelShape, topology: Topology, engine: str = "") -> Colum
 
 def number_of(name: str, value: Any) -> int:
     """The value of a topology's field in Columns."""
-    return CHOICES[name].index(value) if name in CHOICES else int(value)
+    if name in CHOICES:
+        return CHOICES[name].index(value)
+    return int(value)
 
 
 def stack(rows: Sequence[Columns]) -> Columns:

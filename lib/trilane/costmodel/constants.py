@@ -29,7 +29,9 @@ def _fitted(
 
 
 # What a constant belongs to: the card's kernels, the cluster's networks, or the software.
-CARD, NETWORK, SOFTWARE = (0.4, 0.0, 0.1), (0.0, 0.8, 0.0), (0.0, 0.0, 0.3)
+CARD = (0.4, 0.0, 0.1)
+NETWORK = (0.0, 0.8, 0.0)
+SOFTWARE = (0.0, 0.0, 0.3)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -126,7 +126,10 @@ def microbatch_bytes(x: Columns, stage: int, constants: MemoryConstants) -> floa
     (engine/model/fused.py).
     """
     is_wide = constants.gates or constants.unfused
-    each = 4 + constants.handed * x.value_bytes if is_wide else x.value_bytes
+    if is_wide:
+        each = 4 + constants.handed * x.value_bytes
+    else:
+        each = x.value_bytes
     logits = (stage == x.pp - 1) * x.tokens * x.vocab / x.tp * each
     layers = stage_layers_at(x, stage) * activation_bytes_per_layer(x, constants)
     # int64; of a part of the vocabulary a copy and a mask, too
@@ -215,7 +218,10 @@ def _of_iteration(plan: Plan, x: Columns, stage: int) -> Iterator[Message]:
         else:
             yield "all-reduce", "tp", 1.0, WIDE * whole
     is_tied = plan.shape.tied_embeddings and x.pp > 1 and (first or last)
-    size = x.value_bytes if is_deepspeed and not x.fp32_gradients else WIDE
+    if is_deepspeed and not x.fp32_gradients:
+        size = x.value_bytes
+    else:
+        size = WIDE
     yield "all-reduce", "embedding", float(is_tied), size * x.embedding_parameters
     yield "all-reduce", "dp", float(last), 4.0
     if is_deepspeed:

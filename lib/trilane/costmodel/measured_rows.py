@@ -106,7 +106,10 @@ def each_row(
     """
     clusters = {name: hardware.cluster(name) for name in hardware.catalogue()}
     machine = load_cluster(cluster) if cluster else None
-    name = str(source) if isinstance(source, str | Path) else "DataFrame"
+    if isinstance(source, str | Path):
+        name = str(source)
+    else:
+        name = "DataFrame"
     for columns, table in _tables(source):
         missing = ", ".join(column for column in NEEDED if column not in columns)
         require(not missing, "rows", name, f"has no column {missing}; needed: {', '.join(NEEDED)}")
@@ -164,7 +167,10 @@ def _tables(source: Source) -> Iterator[tuple[list[str], list[dict[str, str]]]]:
         for line, texts in body:
             if is_file and not any(texts):
                 continue
-            place = f"line {line}" if is_file else f"row {source.index[line]}"
+            if is_file:
+                place = f"line {line}"
+            else:
+                place = f"row {source.index[line]}"
             cells = {"row_id": place}
             for (name, unit), text in zip(columns, texts, strict=False):
                 if name != "row_id" or text:
@@ -288,7 +294,9 @@ def stack_of(engine: str, attention: str) -> str:
     """
     for stack, facts in stacks().items():
         if engine in facts["engines"] or engine.lower() in facts["engines"]:
-            return facts.get("later", stack) if attention == "fused" else stack
+            if attention == "fused":
+                return facts.get("later", stack)
+            return stack
     return engine
 
 
@@ -337,7 +345,10 @@ def _row(cells: Mapping[str, str], machine: Cluster, file: str) -> MeasuredRow:
 
 def _require_machine(cells: Mapping[str, str], chosen: Mapping[str, Any], machine: Cluster) -> None:
     """ValueError where a row ran on other GPUs than its topology and its cluster have."""
-    sizes = ["tp", "cp", "pp", "dp"] if chosen.get("cp", 1) > 1 else ["tp", "pp", "dp"]
+    if chosen.get("cp", 1) > 1:
+        sizes = ["tp", "cp", "pp", "dp"]
+    else:
+        sizes = ["tp", "pp", "dp"]
     product = math.prod(chosen[size] for size in sizes)
     gpus = _cell("gpus", int, cells.get("gpus") or str(product))
     factors = " x ".join(str(chosen[size]) for size in sizes)

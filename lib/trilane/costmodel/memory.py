@@ -404,7 +404,9 @@ def memory_per_stage(
 def stage_layers(shape: ModelShape, topology: Topology) -> list[int]:
     """Transformer layers of each pipeline stage, first to last."""
     first, middle, last = (int(n) for n in columns_of(shape, topology).stage_layers)
-    return [first] if topology.pp == 1 else [first, *[middle] * (topology.pp - 2), last]
+    if topology.pp == 1:
+        return [first]
+    return [first, *[middle] * (topology.pp - 2), last]
 
 
 def oom_probability(bytes_: Number, cluster: Cluster, spread: float = DEFAULT.spread) -> Number:

@@ -159,7 +159,9 @@ def _needed(stage: int, step: Step, stages: int, chunks: int) -> tuple[int, Step
     if is_forward:
         if stage:
             return stage - 1, step
-        return (last, (True, microbatch, chunk - 1)) if chunk else None
+        if chunk:
+            return (last, (True, microbatch, chunk - 1))
+        return None
     if stage < last:
         return stage + 1, step
     if chunk < chunks - 1:

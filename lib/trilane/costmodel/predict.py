@@ -105,7 +105,9 @@ class Support:
     @property
     def distance(self) -> float:
         """To the nearest measured run; infinite where there is none."""
-        return self.nearest[0][1] if self.nearest else math.inf
+        if self.nearest:
+            return self.nearest[0][1]
+        return math.inf
 
     @property
     def words(self) -> str:
@@ -378,7 +380,10 @@ def predict(
     rows = [_predicted_row(row, calibration) for row in each_row(plan, machine)]
     columns = dict[str, Any]()
     for name in names:
-        head = name if name == "oom_probability" else f"predicted_{name}"
+        if name == "oom_probability":
+            head = name
+        else:
+            head = f"predicted_{name}"
         columns[head] = [row.get(name, math.nan) for row in rows]
     return plan.assign(**columns, reason=[row.get("reason", "") for row in rows])
 

@@ -186,7 +186,10 @@ class Recalibration(Table):
         return table.assign(gib_over_measured=table["predicted_gib"] / table["measured_gib"])
 
     def _repr_html_(self) -> str:
-        table = super()._repr_html_() if self else Html.of("<p>{}</p>", NOTHING)
+        if self:
+            table = super()._repr_html_()
+        else:
+            table = Html.of("<p>{}</p>", NOTHING)
         title = "Which rows count, their errors, and which constants moved"
         details = "<details><summary>{}</summary><pre>{}</pre></details>"
         return table + Html.of(details, title, self.summary())

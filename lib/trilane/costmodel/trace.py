@@ -152,7 +152,10 @@ def timeline(trace: Trace, seconds: float) -> dict[str, Any]:
         start = 0.0
         for step in stage.schedule:
             duration = shown * max(step.flops / total, 1e-3)  # a step without FLOPs is seen, too
-            title = f"{step.kind} {step.microbatch}" if step.microbatch >= 0 else step.kind
+            if step.microbatch >= 0:
+                title = f"{step.kind} {step.microbatch}"
+            else:
+                title = step.kind
             at = {"ts": start, **place}
             args = step.to_json()
             events.append({"ph": "X", "name": title, "dur": duration, **at, "args": args})

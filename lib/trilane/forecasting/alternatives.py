@@ -116,7 +116,10 @@ def searched(
             continue
         with contextlib.suppress(ValueError):  # another engine trains no layer of one's own
             plan = replace(candidate.plan, layer=r.plan.layer)
-            case = on_plan(r, plan, name) if plan.id != r.plan.id else None
+            if plan.id != r.plan.id:
+                case = on_plan(r, plan, name)
+            else:
+                case = None
             if case and (case.is_safe or not safe):
                 yield case
 
@@ -241,7 +244,10 @@ def levers(found: Forecast) -> Cases:
     noted = list[Case]()
     for case in sorted(cases, key=Case.hours):
         if abs(case.hours() / base.hours() - 1) > LEAST:
-            than = "" if base.forecast is found else f" than {base.name}, the best as held"
+            if base.forecast is found:
+                than = ""
+            else:
+                than = f" than {base.name}, the best as held"
             notes = [f"{case.difference(base.forecast)}{than}", case.note]
             noted.append(replace(case, note="; ".join(filter(None, notes))))
     failed = dict[str, str]()

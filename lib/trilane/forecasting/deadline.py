@@ -109,7 +109,10 @@ class InTime(Table):
 
     def summary(self) -> Text:
         """The largest size, why none is larger, and what its days count."""
-        most = size_text(self.rows[0].proposal.shape.parameters) if self.rows else "nothing"
+        if self.rows:
+            most = size_text(self.rows[0].proposal.shape.parameters)
+        else:
+            most = "nothing"
         reasons = "; ".join(self.reasons.values())
         text = "Within {:g} days with 90 % probability ends at most: **{}**; {}. {}"
         return Text.of(text, self.limit, most, reasons, COUNTED)
@@ -150,7 +153,9 @@ def _frame(rows: Sequence[Dated]) -> DataFrame:
 
     records = [plan_columns(r.proposal.plan, r.proposal.prediction) | r.costs for r in rows]
     frame = pd.DataFrame(records, index=range(1, len(rows) + 1))
-    return frame.astype({"money": float}) if records else frame
+    if records:
+        return frame.astype({"money": float})
+    return frame
 
 
 def _text(rows: Sequence[Dated]) -> str:

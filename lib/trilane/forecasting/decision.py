@@ -116,7 +116,9 @@ class Decision(Table):
     def origin(self) -> str:
         """Where the best that is known comes from."""
         is_first = self.known and self.known.id == self.best.forecast.request.plan.id
-        return "first of 02_topology" if is_first else "fastest of a search"
+        if is_first:
+            return "first of 02_topology"
+        return "fastest of a search"
 
     @cached_property
     def chosen(self) -> Case:
@@ -244,7 +246,10 @@ class Decision(Table):
         """The plan as asked, as recommended, and the best that is known, each with what its figures
         rest on.
         """
-        advised = "best that was tried" if _failures(self.chosen) else "recommended"
+        if _failures(self.chosen):
+            advised = "best that was tried"
+        else:
+            advised = "recommended"
         cases = {"as asked": self.plan, advised: self.chosen, self.origin: self.best}
         # the plan's label has its topology
         names = [name for name in self.asked.facts() if name != "topology"]

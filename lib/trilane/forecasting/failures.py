@@ -192,5 +192,8 @@ def wait_for_node_s(
 
     mean = nodes * per_node_year / NODE_YEAR_S * repair_hours * 3600
     # P(n >= k) of a Poisson number n is the regularized incomplete gamma function of k and its mean
-    none_left = float(gammainc(spare_nodes, mean)) if spare_nodes else 1.0
+    if spare_nodes:
+        none_left = float(gammainc(spare_nodes, mean))
+    else:
+        none_left = 1.0
     return none_left * repair_hours * 3600 / (spare_nodes + 1)

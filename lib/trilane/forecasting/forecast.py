@@ -130,8 +130,14 @@ class Forecast(Table):
         """
         full = self.request.plan.topology.gbs
         ramp = [phase for phase in self.request.phases if phase.gbs < full]
-        last = -1 if len(ramp) == len(self.request.phases) else len(ramp) - 1
-        days = float(self.ideal.reached_s[0, last]) / DAY if ramp else 0.0
+        if len(ramp) == len(self.request.phases):
+            last = -1
+        else:
+            last = len(ramp) - 1
+        if ramp:
+            days = float(self.ideal.reached_s[0, last]) / DAY
+        else:
+            days = 0.0
         iterations = sum(phase.iterations for phase in ramp)
         return {"iterations": iterations, "days": days, "batch_sizes": len(ramp)}
 
@@ -231,7 +237,10 @@ class Forecast(Table):
         if watts is None:
             card = r.plan.cluster.gpu.name.partition("-")[0]
             watts = known["energy"]["node_watts_per_gpu"].get(card)
-        kw = None if watts is None else watts * known["energy"]["building"] / 1000
+        if watts is None:
+            kw = None
+        else:
+            kw = watts * known["energy"]["building"] / 1000
         energy = [None if kw is None else kw * h for h in hours]
         cost = [None if r.price is None else r.price * h for h in hours]
         finish = {
@@ -370,7 +379,10 @@ class Forecast(Table):
         facts[MEMORY] = chance(self.fullest.oom_probability)
         facts["seconds an iteration"] = with_bounds(*self.seconds)
         nearest = self.request.prediction.support.nearest
-        words = "{}, distance {:.1f}".format(*nearest[0]) if nearest else "none"
+        if nearest:
+            words = "{}, distance {:.1f}".format(*nearest[0])
+        else:
+            words = "none"
         return facts | {"nearest measured run": words}
 
     def figures(self) -> Json:

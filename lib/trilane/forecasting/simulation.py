@@ -73,7 +73,9 @@ class _Draws:
 
     def count(self, mean: np.ndarray) -> np.ndarray:
         """Poisson."""
-        return mean if self.rng is None else self.rng.poisson(mean).astype(float)
+        if self.rng is None:
+            return mean
+        return self.rng.poisson(mean).astype(float)
 
     def total(self, count: np.ndarray, mean: float, variance: float) -> np.ndarray:
         """Sum of `count` independent times: a gamma of the same mean and variance (exact for
@@ -152,6 +154,9 @@ def _require_progress(
         rule = "such a run would undo most of its work: interruptions come sooner than checkpoints"
         require(False, "checkpoint-minutes", f"{interval_s / 60:g}", rule)
     worst = risks.stops[int(np.argmax(parts))]
-    field = "failures-per-node-year" if worst.name == NODE_FAILURE else f"stop {worst.name}"
+    if worst.name == NODE_FAILURE:
+        field = "failures-per-node-year"
+    else:
+        field = f"stop {worst.name}"
     rule = "such a run would lose ten times its work, or undo most of it; needs fewer interruptions"
     require(False, field, f"{worst.per_node_year or worst.per_year:g}", rule)

@@ -64,7 +64,9 @@ def megatron_environment(plan: Plan) -> dict[str, str]:
     """
     is_shared = plan.topology.tp > 1 or plan.topology.cp > 1
     is_old = plan.cluster.gpu.compute_capability < (10, 0)
-    return {"CUDA_DEVICE_MAX_CONNECTIONS": "1"} if is_shared and is_old else {}
+    if is_shared and is_old:
+        return {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+    return {}
 
 
 def megatron_text(arguments: Arguments, environment: Mapping[str, str] = {}) -> str:

@@ -65,7 +65,10 @@ class Given:
             if name and field.type is bool:
                 values[field.name] = self.has(name)
             elif name:
-                default = field.default if isinstance(field.default, int | float) else None
+                if isinstance(field.default, int | float):
+                    default = field.default
+                else:
+                    default = None
                 default = usual.get(field.name, default)
                 values[field.name] = self.get(name, field.type, default)  # type: ignore[arg-type]
         return values
@@ -223,7 +226,9 @@ def _activation(given: Given, gate: str) -> str:
         return "swiglu"
     if given.has("squared_relu"):
         return "squared-relu"
-    return "gelu-tanh" if gate == "gelu" and not is_exact else gate
+    if gate == "gelu" and not is_exact:
+        return "gelu-tanh"
+    return gate
 
 
 def _positions(given: Given) -> str:
@@ -336,7 +341,9 @@ def _partition(given: Given) -> str:
     method = given.get("pp_partition_method", str, "type:transformer")
     if embedding:
         return "type:transformer|embedding"
-    return "uniform" if method == "type:transformer" else method
+    if method == "type:transformer":
+        return "uniform"
+    return method
 
 
 def _run(given: Given, data: Data, gbs: int) -> Run:

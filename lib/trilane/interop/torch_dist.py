@@ -90,7 +90,10 @@ def checkpoint_folder(source: Path) -> Path | None:
 def read_index(folder: Path) -> Index:
     """What `.metadata` has; ValueError, one line, where it is damaged or of another format."""
     backend = read_json(folder / "metadata.json", "checkpoint")
-    kind = backend.get("sharded_backend") if isinstance(backend, dict) else None
+    if isinstance(backend, dict):
+        kind = backend.get("sharded_backend")
+    else:
+        kind = None
     rule = f"has sharded_backend {kind}; torch_dist is read"
     require(kind == "torch_dist", "checkpoint", folder, rule)
     try:
@@ -139,7 +142,9 @@ def place_of(name: str) -> tuple[str, int | None]:
 
 def flat(size: tuple[int, ...]) -> tuple[int, ...]:
     """The size in Megatron's file of a canonical one: gate and up are one matrix."""
-    return (size[0] * size[1], size[2]) if len(size) == 3 else size
+    if len(size) == 3:
+        return (size[0] * size[1], size[2])
+    return size
 
 
 def places(index: Index, sizes: Sizes, layers: int) -> Places:

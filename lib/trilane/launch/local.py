@@ -91,7 +91,10 @@ def train(
     for name in run:
         require_known("train", name, [f.name for f in fields(plan.run)])
     own = layer_of(layer) if layer else plan.layer
-    label = f"{plan.label}-{own.kind}" if own and own != plan.layer else plan.label
+    if own and own != plan.layer:
+        label = f"{plan.label}-{own.kind}"
+    else:
+        label = plan.label
     data = replace(plan.data, folder=str(outputs_root() / "data"))
     plan = replace(plan, label=label, layer=own, data=data, run=replace(plan.run, **run))
     text = json.dumps(plan.to_json(), indent=1) + "\n"

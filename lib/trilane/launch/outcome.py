@@ -35,7 +35,8 @@ def judge(folder: Path, code: int, seconds: float, done: int = 0) -> RunStatus:
     # where a disk stays full the engine cannot write its status.json
     evidence = f"iteration {done}; the disk was full, and holds no status.json"
     status = Status.STOPPED
-    rank, log = None, None
+    rank = None
+    log = None
     if code:
         log = last_log(folder)
         rank, how = culprit(folder)
@@ -80,7 +81,8 @@ def culprit(folder: Path) -> tuple[int | None, str]:
         return None, ""
 
     def order(rank: int) -> tuple[int, bool, int]:
-        code, log = failures[rank], folder / f"ranks/{rank}.log"
+        code = failures[rank]
+        log = folder / f"ranks/{rank}.log"
         group = {-signal.SIGABRT: 2, -signal.SIGTERM: 3}.get(code, int(code >= 0))
         if not log.exists() or log.stat().st_size == 0:
             return group, True, 0

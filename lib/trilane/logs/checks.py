@@ -84,7 +84,10 @@ def _bounds(columns: Columns) -> Found:
         if is_odd.any():
             at = is_odd.argmax()
             iteration = columns["iteration"][at]
-            where = f" at iteration {iteration:.0f}" if iteration == iteration else ""
+            if iteration == iteration:
+                where = f" at iteration {iteration:.0f}"
+            else:
+                where = ""
             yield "bounds", name, f"{numbers[at]:.6g}{where}: {message}"
 
 
@@ -180,7 +183,9 @@ def correct_units(columns: Columns) -> str:
             right = columns[name] * 1000.0**-factor
             columns[name] = np.where(is_wrong, right, columns[name])
             notes.append(f"{is_wrong.sum()} iterations have the wrong unit of {word}")
-    return "; ".join([*notes, "corrected"]) if notes else ""
+    if notes:
+        return "; ".join([*notes, "corrected"])
+    return ""
 
 
 def _thousands(numbers: np.ndarray, right: np.ndarray | float) -> np.ndarray:

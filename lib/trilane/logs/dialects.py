@@ -169,7 +169,9 @@ class Dialect:
         spans = _groups(match, start)
         spans += self.rest(line, {span.column for span in spans})
         columns = {span.column for span in spans}
-        return spans if columns.issuperset(self.needs) else []
+        if columns.issuperset(self.needs):
+            return spans
+        return []
 
     def evaluation(self, line: bytes) -> list[Span]:
         """The numbers of an evaluation; [] for any other line."""
@@ -285,7 +287,9 @@ def _read_all(named: str) -> tuple[Dialect, ...]:
 
 
 def _files(place: Path) -> list[Path]:
-    return sorted(place.glob("*.json")) if place.is_dir() else [place]
+    if place.is_dir():
+        return sorted(place.glob("*.json"))
+    return [place]
 
 
 def dialects() -> tuple[Dialect, ...]:

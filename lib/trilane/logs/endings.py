@@ -152,7 +152,9 @@ def reported(level: Level, status: Status, line: bytes, rows: int) -> Ending:
         status = Status.NETWORK  # after iterations it is the store that a node no longer reaches
     place = place_of(line)
     end = Ending(level=level, status=status, evidence=text(line), place=place, rows=rows)
-    return replace(end, hosts=(place.node,)) if place.node else end
+    if place.node:
+        return replace(end, hosts=(place.node,))
+    return end
 
 
 def caveat(status: Status, evidence: str, rank: int | None, hosts: tuple[str, ...]) -> str:

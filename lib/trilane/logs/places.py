@@ -62,7 +62,10 @@ def place_of(line: bytes) -> Place:
     rank = RANK.search(line)
     rank_known = Known.NO
     if rank:
-        rank_known = Known.ASSUMED if rank[0].startswith(b"[Rank") else Known.LINE
+        if rank[0].startswith(b"[Rank"):
+            rank_known = Known.ASSUMED
+        else:
+            rank_known = Known.LINE
     head = line[:MAX_LINE]
     named = NAMED.search(head) or PRINTED.search(head)
     node = ""
@@ -83,7 +86,9 @@ def place_of(line: bytes) -> Place:
 
 
 def _number(match: re.Match[bytes] | None) -> int | None:
-    return int(match[match.lastindex or 0]) if match else None
+    if match:
+        return int(match[match.lastindex or 0])
+    return None
 
 
 def _numbers(text: bytes) -> tuple[int, ...]:
@@ -177,7 +182,9 @@ class Places:
         for of_ranks in maps:
             if rank in of_ranks:
                 hosts[_short(of_ranks[rank])] = of_ranks[rank]
-        return hosts.popitem()[1] if len(hosts) == 1 else ""
+        if len(hosts) == 1:
+            return hosts.popitem()[1]
+        return ""
 
     @property
     def tasks_are_ranks(self) -> bool:
@@ -233,7 +240,9 @@ def _add(nodes: dict[int, str], number: int, host: str) -> None:
 
 def _short(host: str) -> str:
     """The name that SLURM has for a node whose programs print its full one."""
-    return host.partition(".")[0] if re.match(r"[\w-]*[A-Za-z]", host) else host
+    if re.match(r"[\w-]*[A-Za-z]", host):
+        return host.partition(".")[0]
+    return host
 
 
 def excluded(nodes: Iterable[str]) -> str:

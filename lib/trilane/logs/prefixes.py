@@ -31,7 +31,9 @@ MAX_PREFIX = 120  # bytes
 def source(line: bytes) -> float:
     """The number of the rank, process or host that the line's prefix names; NaN without one."""
     match = OF_RUN.search(line[:MAX_PREFIX]) or PREFIX.match(line)
-    return float(match[match.lastindex or 0]) if match else NAN
+    if match:
+        return float(match[match.lastindex or 0])
+    return NAN
 
 
 def rank(line: bytes) -> float:

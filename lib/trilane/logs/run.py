@@ -111,11 +111,15 @@ class RunLog(Table):
         if self.iterations.empty:
             return None
         number = float(self.iterations["iteration"].iloc[place])
-        return int(number) if abs(number) < MOST_NUMBER else None
+        if abs(number) < MOST_NUMBER:
+            return int(number)
+        return None
 
     def column(self, name: str) -> np.ndarray:
         """A column of the iterations, (iterations,); empty where the log does not have it."""
-        return self.iterations[name].to_numpy(float) if name in self.iterations else np.empty(0)
+        if name in self.iterations:
+            return self.iterations[name].to_numpy(float)
+        return np.empty(0)
 
     def to_frame(self) -> DataFrame:
         """The iterations: a row each, columns as above."""
@@ -211,7 +215,9 @@ def _learn_places(run: PartialRun) -> None:
 
 def _status(run: PartialRun, columns: Columns) -> tuple[Status, str, Ending | None]:
     """Status, evidence, and the ending if one decides; a run without any is unfinished."""
-    number, total, loss = NAN, NAN, NAN
+    number = NAN
+    total = NAN
+    loss = NAN
     if run.rows:
         number = columns["iteration"][-1]
         total = run.table.last("train_iters")
@@ -293,4 +299,6 @@ def _until(before: DataFrame, iterations: DataFrame, after: DataFrame) -> DataFr
     if len(before) and len(iterations):
         before = before[before["iteration"] < iterations["iteration"].iloc[0]]
     parts = [part for part in (before, after) if len(part)]
-    return pd.concat(parts, ignore_index=True) if parts else before
+    if parts:
+        return pd.concat(parts, ignore_index=True)
+    return before

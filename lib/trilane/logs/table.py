@@ -52,7 +52,9 @@ class NumericTable:
 
     def last(self, name: str) -> float:
         """The number in the last row, NaN if missing."""
-        return self._columns[name][-1] if name in self._columns else NAN
+        if name in self._columns:
+            return self._columns[name][-1]
+        return NAN
 
     def columns(self) -> Columns:
         """Each column, (rows,), which shares its memory with the table."""

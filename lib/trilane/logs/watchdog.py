@@ -134,4 +134,6 @@ def _group(member: re.Match[bytes]) -> str:
     number, guid, purpose, _ = texts
     if purpose == DEFAULT or (not purpose and (guid or number) == "0"):
         return DEFAULT
-    return one_line(f"{purpose or 'process group'} {guid or number}") if number else ""
+    if number:
+        return one_line(f"{purpose or 'process group'} {guid or number}")
+    return ""

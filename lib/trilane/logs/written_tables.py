@@ -270,7 +270,8 @@ def contradictions(row: Row) -> Iterator[tuple[str, str]]:
     if row["gbs"] % replicas > 0 or abs(row["gbs"] / replicas - row["chunks"]) > 0:
         product_text = f"MBS {row['mbs']:.10g} x DP {row['dp']:.10g}"
         yield "gbs", f"GBS {row['gbs']:.10g} is not microbatches x {product_text}"
-    L, h = row["layers"], row["hidden"]
+    L = row["layers"]
+    h = row["hidden"]
     # L (12 h^2 + 13 h) parameters in 1e9 without embeddings (document 003), and as stated
     sizes = [size for size in (L * (12 * h + 13) * h / 1e9, row["size"]) if size == size]
     if sizes:

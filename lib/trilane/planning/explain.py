@@ -52,7 +52,10 @@ class Explanation(Record):
         sent = (p.time.tensor_parallel + p.time.pipeline_p2p + p.time.data_parallel) / p.time.total
         number, part, share = self.fullest
         count = len(p.stages)
-        where = f"stage {number} of {count} decides" if count > 1 else "one GPU"
+        if count > 1:
+            where = f"stage {number} of {count} decides"
+        else:
+            where = "one GPU"
         need = p.memory_bytes / 2**30
         card = self.plan.cluster.gpu.memory_bytes / 2**30
         seconds = f"{p.sec_lo:.4g} to {p.sec_hi:.4g} s (within {p.sec_hi / p.sec_per_it - 1:.0%})"

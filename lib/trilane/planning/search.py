@@ -134,7 +134,9 @@ class _Search:
             if not rule.holds(topologies, *subjects):
                 return rule.name
         broken = unsupported_rule(self.space.engine, self.shape, topologies)
-        return f"{broken[0]}: {broken[2]}" if broken and broken[0] in SIZES else ""
+        if broken and broken[0] in SIZES:
+            return f"{broken[0]}: {broken[2]}"
+        return ""
 
     def blocks(self, sizes: ParallelSizes) -> Iterator[Block]:
         """What no rule refuses of one tp x pp x dp, a block for each combination of the other
@@ -193,7 +195,10 @@ class _Search:
 
         def merged(best: list[Row], able: np.ndarray) -> list[Row]:
             # a row is a Python object: only what may enter the best becomes one
-            worst = best[-1].seconds if len(best) == self.top else np.inf
+            if len(best) == self.top:
+                worst = best[-1].seconds
+            else:
+                worst = np.inf
             index = np.flatnonzero(able & (seconds <= worst))
             index = index[np.argsort(seconds[index], kind="stable")]
             if self.distinct:

@@ -179,7 +179,9 @@ class SearchResult(Table):
     def predicted_only(self) -> str | None:
         """Why no engine here can train these plans, by the best of them; None where one can."""
         plans = [*self.candidates, *self.risky]
-        return untrainable_reason(plans[0].topology) if plans else None
+        if plans:
+            return untrainable_reason(plans[0].topology)
+        return None
 
     def refusals(self) -> tables.Columns:
         """How many topologies each rule refuses."""
@@ -236,8 +238,14 @@ class SearchResult(Table):
         """All plans as JSON, those that may run out of memory apart, and how many are refused; of
         `keep` plans, which 02_topology hands on, those that differ in tp, pp or dp.
         """
-        plans = self.best_per_sizes(keep).rows if keep else self.candidates
-        risky = self.best_per_sizes(RISKY_KEPT, risky=True).rows if keep else self.risky
+        if keep:
+            plans = self.best_per_sizes(keep).rows
+        else:
+            plans = self.candidates
+        if keep:
+            risky = self.best_per_sizes(RISKY_KEPT, risky=True).rows
+        else:
+            risky = self.risky
         values: dict[str, Any] = {
             "evaluated": self.evaluated,
             "refused": self.refused_by_rule,

@@ -64,11 +64,17 @@ class Kind:
         shared = None
         if self.kv_heads and heads > self.kv_heads and heads % self.kv_heads == 0:
             shared = self.kv_heads
-        ratio = self.ffn_alone if self.kv_heads and shared is None else self.ffn
+        if self.kv_heads and shared is None:
+            ratio = self.ffn_alone
+        else:
+            ratio = self.ffn
         ffn = None
         if ratio:
             # large ones are cut by up to 8 GPUs
-            step = 8 * TILE if ratio * hidden >= 64 * TILE else 2 * TILE
+            if ratio * hidden >= 64 * TILE:
+                step = 8 * TILE
+            else:
+                step = 2 * TILE
             ffn = max(math.ceil(ratio * hidden / step) * step, hidden)
         given = {"num_key_value_heads": shared, "ffn_hidden_size": ffn, **self.fields, **sizes}
         return ModelShape(num_layers=1, hidden_size=hidden, num_attention_heads=heads, **given)
@@ -152,7 +158,9 @@ class SizeRequest(Record):
     @property
     def engines(self) -> tuple[str, ...]:
         """What may train it."""
-        return ENGINES if self.engine == ANY else (self.engine,)
+        if self.engine == ANY:
+            return ENGINES
+        return (self.engine,)
 
     def tokens_of(self, parameters: float) -> float:
         """Tokens to train so many parameters on."""

@@ -160,7 +160,9 @@ class Proposals(Table):
         """
         text = f"The first of them: {self.best.prediction.support.words}."
         reason = untrainable_reason(self.best.topology)
-        return f"{text} Predicted only: {reason}." if reason else text
+        if reason:
+            return f"{text} Predicted only: {reason}."
+        return text
 
     def summary(self) -> Text:
         """The best shape: its days with their 90 % interval, and its GPU-hours, with nothing going

@@ -243,7 +243,9 @@ def _only(value: Any, values: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def _tuple(value: Any) -> tuple[Any, ...]:
-    return tuple(value) if isinstance(value, (tuple, list, range)) else (value,)
+    if isinstance(value, (tuple, list, range)):
+        return tuple(value)
+    return (value,)
 
 
 class Block(NamedTuple):

@@ -261,7 +261,9 @@ def plain_html(text: str) -> str:
 def _attribute(tag: str, name: str, value: str) -> str | None:
     """The value of an attribute; None where it leads out of the study's folder."""
     pattern = ADDRESSES.get(name)
-    return value if pattern is None or re.fullmatch(pattern, value) else None
+    if pattern is None or re.fullmatch(pattern, value):
+        return value
+    return None
 
 
 def title(notebook: Any) -> str:
@@ -278,7 +280,9 @@ def state(notebook: Any) -> str:
     papermill = notebook.metadata.get("papermill", {})
     if not papermill.get("end_time"):
         return "unfinished"
-    return "failed" if papermill.get("exception") or unfinished(notebook) else "completed"
+    if papermill.get("exception") or unfinished(notebook):
+        return "failed"
+    return "completed"
 
 
 def unfinished(notebook: Any) -> list[str]:

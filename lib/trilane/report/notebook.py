@@ -172,7 +172,10 @@ def is_free(study: Study, name: str = "") -> bool:
     Without a name: of none, and no runs. What failed keeps no name; an earlier copy of it is set
     aside, not deleted.
     """
-    names = [name] if name else [path.stem for path in study.folder.glob("*.ipynb")]
+    if name:
+        names = [name]
+    else:
+        names = [path.stem for path in study.folder.glob("*.ipynb")]
     if any(_is_completed(_execution(study, each)) for each in names):
         return False
     return bool(name) or not study.run_folders()
@@ -182,7 +185,9 @@ def _execution(study: Study, name: str) -> Any:
     """The executed copy of a notebook; None where it is missing, damaged, or half written."""
     with contextlib.suppress(ValueError):
         notebook = read_notebook(study.folder / f"{name}.ipynb")
-        return notebook if "papermill" in notebook.metadata else None
+        if "papermill" in notebook.metadata:
+            return notebook
+        return None
     return None
 
 
@@ -229,7 +234,10 @@ def copy_into(study: Study, name: str, values: Mapping[str, Any]) -> tuple[Path,
     if path.exists():
         return path, False
     executed = _execution(study, name)
-    earlier = executed.metadata["papermill"].get("parameters", {}) if executed else {}
+    if executed:
+        earlier = executed.metadata["papermill"].get("parameters", {})
+    else:
+        earlier = {}
     notebook = read_notebook(path_of(name))
     for cell in notebook.cells:
         if "parameters" in cell.metadata.get("tags", []):

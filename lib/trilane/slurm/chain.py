@@ -122,7 +122,8 @@ def _parts(
     failing = [n for n, phase in enumerate(phases) if not own.can_share(plan, [phase])]
     # where its own batch size is at fault, the plan itself refuses it
     if failing and failing[0] > 0:
-        first, last = failing[0], failing[-1] + 1
+        first = failing[0]
+        last = failing[-1] + 1
         for other in reversed(stages[:-1]):
             if other.can_share(plan, phases[first:last]):
                 begin = start + sum(phase.iterations for phase in phases[:first])

@@ -25,7 +25,8 @@ from trilane.workspace.prepared_corpora import BUILT_IN, unprepared
 from trilane.workspace.run import Run, is_started
 from trilane.workspace.storage import available
 
-REFUSAL, WARNING = "refusal", "warning"
+REFUSAL = "refusal"
+WARNING = "warning"
 # where many GPUs would wait for what a laptop could have found
 MANY_GPUS = 32
 # with less than a token a parameter, too
@@ -154,7 +155,8 @@ class JobCheck:
 def nodes(job: JobCheck) -> Findings:
     """The plan's GPUs are the site's, and the topology obeys these nodes."""
     topology = job.plan.topology
-    here, planned = job.cluster, job.plan.cluster
+    here = job.cluster
+    planned = job.plan.cluster
     if reason := untrainable_reason(topology):
         remedy = "train it with the program that can (trilane convert megatron)"
         yield refusal("engine", reason, remedy)
@@ -179,7 +181,8 @@ def nodes(job: JobCheck) -> Findings:
 
 def limits(job: JobCheck) -> Findings:
     """The script's time and GPUs against its QoS, and its account against the site's."""
-    account, ending = job.directives.get("account", ""), job.site.account_ending
+    account = job.directives.get("account", "")
+    ending = job.site.account_ending
     if not account.endswith(ending):
         message = f"account {account or '(none)'} does not end with {ending}"
         yield refusal("account", message, f"--account PROJECT{ending}")
@@ -203,7 +206,8 @@ def memory(job: JobCheck) -> Findings:
     against the node's memory. The copy is there from the start of a run that saves.
     """
     prediction = job.prediction
-    need, card = prediction.memory_bytes / 2**30, job.cluster.gpu.memory_bytes / 2**30
+    need = prediction.memory_bytes / 2**30
+    card = job.cluster.gpu.memory_bytes / 2**30
     message = f"predicted {need:.1f} of {card:.1f} GiB, probability of running out "
     message += f"{prediction.oom_probability:.0%}"
     remedy = "smaller mbs, recompute full, more tp or pp, a higher ZeRO stage"
@@ -306,7 +310,8 @@ def storage(job: JobCheck) -> Findings:
 
 def time(job: JobCheck) -> Findings:
     """The training ends, or saves a checkpoint, before the job's time limit."""
-    run, limit_s = job.plan.run, job.limit_s
+    run = job.plan.run
+    limit_s = job.limit_s
     own_s = run.exit_duration_minutes * 60
     if 0 < limit_s < own_s:
         message = f"exit_duration_minutes={run.exit_duration_minutes:g} is beyond the limit of "
@@ -360,7 +365,8 @@ def purpose(job: JobCheck) -> Findings:
     No published training has fewer than one token a parameter: OPT-175B had 180e9 tokens (Zhang et
     al. 2022, arXiv:2205.01068), GPT-3 1.7 a parameter, BLOOM 2.1.
     """
-    plan, size = job.plan, job.plan.shape.parameters
+    plan = job.plan
+    size = job.plan.shape.parameters
     tokens = plan.samples * plan.shape.seq_length
     if job.site.is_local or tokens >= size:
         return

@@ -127,7 +127,8 @@ def resources(job: JobCheck) -> Findings:
     for the options that are given now: what it lacks, sbatch would choose.
     """
     given = job.request.given()
-    gpus, used = job.plan.topology.gpus, job.gpus_per_node
+    gpus = job.plan.topology.gpus
+    used = job.gpus_per_node
     spares = job.request.spares if "spares" in given else job.spares
     nodes = job.nodes + spares
     tasks = used if _starts_ranks(job) else 1
@@ -253,7 +254,9 @@ def _foreign(path: Path) -> str:
     with contextlib.suppress(KeyError):
         if stat.st_gid == pwd.getpwuid(os.geteuid()).pw_gid == os.geteuid():
             others = 0o002
-    return "is writable by others" if stat.st_mode & others else ""
+    if stat.st_mode & others:
+        return "is writable by others"
+    return ""
 
 
 def edited(job: JobCheck) -> Findings:

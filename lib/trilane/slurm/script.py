@@ -130,9 +130,11 @@ def _blanks(name: str, plan: Plan, site: Site, request: JobRequest) -> dict[str,
     # Jean Zay bills and binds by cores: a share of a node's GPUs gets the same share of its cores
     cores = max(1, cluster.cores_per_node * used // cluster.gpus_per_node)
     threads = max(1, cores // used)
-    tasks, cores_per_task = 1, cores
+    tasks = 1
+    cores_per_task = cores
     if name == "bench" or (request.launcher == "srun" and name == "train"):
-        tasks, cores_per_task = used, threads
+        tasks = used
+        cores_per_task = threads
     # of ft_launcher: a minute after our own watchdog, which dumps stacks first
     first_beat_s: float = 86400
     next_beat_s: float = 86400
@@ -223,13 +225,17 @@ def srun_arguments(site: Site, launcher: str) -> str:
 
 def nodes_of(plan: Plan, site: Site) -> Cluster:
     """The cluster whose nodes the job gets: the site's, else the plan's own."""
-    return hardware.cluster(site.cluster) if site.cluster else plan.cluster
+    if site.cluster:
+        return hardware.cluster(site.cluster)
+    return plan.cluster
 
 
 def node_count(plan: Plan, cluster: Cluster) -> tuple[int, int]:
     """Nodes of the job and GPUs used on each; ValueError where the GPUs do not fill whole nodes."""
-    gpus, per_node = plan.topology.gpus, cluster.gpus_per_node
-    nodes, used = -(-gpus // per_node), min(gpus, per_node)
+    gpus = plan.topology.gpus
+    per_node = cluster.gpus_per_node
+    nodes = -(-gpus // per_node)
+    used = min(gpus, per_node)
     require(gpus == nodes * used, "tp x pp x dp", gpus, f"must fill whole nodes of {per_node} GPUs")
     return nodes, used
 

@@ -50,7 +50,9 @@ def json_object(text: str) -> dict[str, Any] | None:
     except (ValueError, RecursionError):  # a number of over 4300 digits is a ValueError too
         return None
     is_damaged = "\ufffd" in text  # half a character
-    return values if isinstance(values, dict) and not is_damaged else None
+    if isinstance(values, dict) and not is_damaged:
+        return values
+    return None
 
 
 def natural(name: str) -> list[tuple[int, str]]:
@@ -98,7 +100,9 @@ class Appended(io.RawIOBase):
         return True
 
     def fileno(self) -> int:
-        return self._file if isinstance(self._file, int) else super().fileno()
+        if isinstance(self._file, int):
+            return self._file
+        return super().fileno()
 
     def write(self, data: Any) -> int:
         """Append `data`, after what waits, as far as the disk takes it."""
@@ -125,7 +129,9 @@ class Appended(io.RawIOBase):
                 raise
             return os.strerror(error.errno)
         self.waiting = self.waiting[written:]
-        return os.strerror(errno.ENOSPC) if self.waiting else ""
+        if self.waiting:
+            return os.strerror(errno.ENOSPC)
+        return ""
 
 
 def patient_text(handle: int) -> io.TextIOWrapper:

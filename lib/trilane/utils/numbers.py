@@ -9,7 +9,9 @@ DIGITS = 4  # significant ones of a number
 
 def percent(value: float, digits: int = 1) -> str:
     """A share as a percentage, empty for NaN."""
-    return "" if math.isnan(value) else f"{value:.{digits}%}"
+    if math.isnan(value):
+        return ""
+    return f"{value:.{digits}%}"
 
 
 def chance(p: float, runs: int = 10_000) -> str:
@@ -24,7 +26,9 @@ def chance(p: float, runs: int = 10_000) -> str:
     if p > most:
         return f"over {100 * most:.2g} %"
     # .2g would write 100 % as 1e+02 %
-    return f"{100 * p:.2g} %" if p < 0.0995 else f"{100 * p:.0f} %"
+    if p < 0.0995:
+        return f"{100 * p:.2g} %"
+    return f"{100 * p:.0f} %"
 
 
 def amount(value: float, digits: int = DIGITS) -> str:
@@ -80,4 +84,6 @@ def ranges(numbers: Iterable[int], most: int = 8) -> str:
         else:
             words.append(str(members[0]))
     text = ", ".join(words)
-    return f"{text} and {left_out} more" if left_out else text
+    if left_out:
+        return f"{text} and {left_out} more"
+    return text

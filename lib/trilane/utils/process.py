@@ -31,14 +31,13 @@ def python(*arguments: str, program: str = sys.executable) -> list[str]:
     """The command `python ARGUMENTS`, also for srun: run(python("-m", "trilane",
     "--version")).stdout.
 
-    Where it would run an engine here, ModuleNotFoundError if torch, of the extra `train`, is
-    missing, and ValueError if megatron-core lacks triton.
+    Where it would run an engine here, ValueError if torch, of the extra `train`, is missing, or
+    megatron-core lacks triton.
     """
     module = arguments[1] if len(arguments) > 1 else ""
     if module.startswith("trilane_engine") and program == sys.executable:
         if find_spec("torch") is None:
-            message = f"torch=missing: is installed by {install_command('train')}"
-            raise ModuleNotFoundError(message, name="torch")
+            raise ValueError(f"torch=missing: is installed by {install_command('train')}")
         installed = next((found.version for found in distributions(name="megatron-core")), "")
         if imports_triton(installed) and find_spec("triton") is None:
             rule = f"megatron-core {installed} imports it: pip install triton"
@@ -220,7 +219,10 @@ def allow_open_files(most: int = 65_536) -> None:
     # The first node keeps a connection to each rank and node of a run: with 1,024, a common limit,
     # 128 nodes of 8 GPUs cannot meet (torch's store then answers nobody any more).
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = most if hard == resource.RLIM_INFINITY else min(most, hard)
+    if hard == resource.RLIM_INFINITY:
+        wanted = most
+    else:
+        wanted = min(most, hard)
     if soft != resource.RLIM_INFINITY and soft < wanted:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 

@@ -74,7 +74,9 @@ def as_json(value: Any) -> Any:
         names += getattr(value, "DERIVED", ())
         return {name: as_json(getattr(value, name)) for name in names}
     if isinstance(value, float):
-        return float(value) if math.isfinite(value) else None
+        if math.isfinite(value):
+            return float(value)
+        return None
     if isinstance(value, Mapping):
         return {str(name): as_json(item) for name, item in value.items()}
     if isinstance(value, Enum):
@@ -282,7 +284,9 @@ class _Filling(string.Formatter):
         if format_spec == "code":
             return self.kind.code(value)
         text = format(value, format_spec)
-        return text if isinstance(value, int | float) else self.kind.escape(text)
+        if isinstance(value, int | float):
+            return text
+        return self.kind.escape(text)
 
 
 class Text(Markup):
@@ -388,7 +392,10 @@ def show(columns: Any, digits: int = 3) -> Html:
 def _cell_texts(column: Any, digits: int) -> list[str]:
     """The cells of a column as texts; empty where there is no value."""
     is_numeric = column.dtype.kind == "f"
-    decimals = _decimals(column.dropna().abs(), digits) if is_numeric else 0
+    if is_numeric:
+        decimals = _decimals(column.dropna().abs(), digits)
+    else:
+        decimals = 0
     texts = []
     for value, is_missing in zip(column, column.isna(), strict=True):
         if is_missing:

@@ -124,7 +124,10 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         read = json.loads((folder / "manifest.json").read_bytes())
         if read == _sealed(read["content"]) and _is_sound(read["content"]):
             return read["content"]
-    how = "damaged" if (folder / "manifest.json").exists() else "missing"
+    if (folder / "manifest.json").exists():
+        how = "damaged"
+    else:
+        how = "missing"
     raise ValueError(f"manifest.json is {how}")
 
 
@@ -171,7 +174,9 @@ def fault(folder: Path, name: str, size: int, checksum: str) -> str | None:
             return f"{name} is no file"
         if path.stat().st_size != size:
             return f"{name} has {path.stat().st_size} bytes, {size} were written"
-        return None if digest(path) == checksum else f"{name} is damaged (its checksum differs)"
+        if digest(path) == checksum:
+            return None
+        return f"{name} is damaged (its checksum differs)"
     except FileNotFoundError:
         return f"{name} is missing"
     except OSError as error:

@@ -86,7 +86,9 @@ def _only(names: Iterable[str], values: Mapping[str, Any]) -> dict[str, Any]:
 def _differences(name: str, before: Any, after: Any) -> list[tuple[str, Any, Any]]:
     """The fields that differ, by their path, with both values."""
     if not (isinstance(before, dict) and isinstance(after, dict)):
-        return [] if before == after else [(name, before, after)]
+        if before == after:
+            return []
+        return [(name, before, after)]
     pairs = []
     for key in after | before:
         path = f"{name}.{key}".lstrip(".")

@@ -40,7 +40,8 @@ def collect(ranks: Path, asked: dict[int, int], stacks: Path, patience_s: float 
     """Copy the dumps that the asked ranks write in that time into `stacks`: torch polls once a
     second, then formats.
     """
-    end, sizes = time.monotonic() + patience_s, dict.fromkeys(asked, 0)
+    end = time.monotonic() + patience_s
+    sizes = dict.fromkeys(asked, 0)
     while sizes and time.monotonic() < end:
         time.sleep(0.2)
         for rank, before in sizes.copy().items():

@@ -317,7 +317,9 @@ class Stall:
         )
         if beat.rank in silent:
             return f"{head}: {beat} on {beat.host}, which does not answer"
-        return f"{head}: {beat}, which has exited" if beat.has_exited else f"{head}: {beat}"
+        if beat.has_exited:
+            return f"{head}: {beat}, which has exited"
+        return f"{head}: {beat}"
 
     def _is_late_to_begin(self) -> bool:
         return time.monotonic() - self._begin > self._first_s

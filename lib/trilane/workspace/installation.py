@@ -25,7 +25,9 @@ def packages() -> list[Path]:
 def frozen() -> Path | None:
     """The frozen copy of the code (slurm/copies.py) that this is; None where it is installed."""
     copy = package().parent
-    return copy if (copy / "SHA256SUMS").is_file() else None
+    if (copy / "SHA256SUMS").is_file():
+        return copy
+    return None
 
 
 def checkout() -> Path | None:
@@ -35,7 +37,9 @@ def checkout() -> Path | None:
     if home := os.environ.get("TRILANE_HOME"):
         return Path(home).absolute()
     root = package().parents[1]
-    return root if (root / "lib/trilane").is_dir() else None
+    if (root / "lib/trilane").is_dir():
+        return root
+    return None
 
 
 def shipped(folder: str) -> Path:
@@ -45,7 +49,10 @@ def shipped(folder: str) -> Path:
     Raises ValueError where there is neither.
     """
     root = checkout()
-    places = [root] if root else [parent / "share/trilane" for parent in package().parents]
+    if root:
+        places = [root]
+    else:
+        places = [parent / "share/trilane" for parent in package().parents]
     found = next((place / folder for place in places if (place / folder).is_dir()), None)
     if found is None:
         raise ValueError(
@@ -65,7 +72,8 @@ def revision() -> str:
     """The git revision of this code; of a frozen copy that from which it was made."""
     if copy := frozen():
         return read_text(copy / "REVISION").strip() or "unknown (frozen)"
-    root, found = checkout(), ""
+    root = checkout()
+    found = ""
     if root:  # a wheel may lie in the venv of another repository
         git = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=12"]
         found = run(git).stdout.strip()

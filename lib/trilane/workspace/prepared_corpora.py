@@ -53,7 +53,9 @@ def pair_of(data: Data, base: Path = Path()) -> str:
 def existing_pair(source: str) -> str | None:
     """The prefix that `source` names, with or without suffix; None where there is no pair."""
     prefix = source.removesuffix(".bin").removesuffix(".idx")
-    return prefix if Path(prefix + ".idx").is_file() or Path(prefix + ".bin").is_file() else None
+    if Path(prefix + ".idx").is_file() or Path(prefix + ".bin").is_file():
+        return prefix
+    return None
 
 
 def unprepared(

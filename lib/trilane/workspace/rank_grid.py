@@ -241,7 +241,8 @@ def read(path: Path) -> Grid | None:
 
 def _place(base: GridPlace, rank: int, facts: Mapping[str, Any]) -> GridPlace:
     """A rank of topology.json; its node is named by its host, else by its label."""
-    node, host = facts.get("node", base.node), str(facts.get("host") or "")
+    node = facts.get("node", base.node)
+    host = str(facts.get("host") or "")
     is_named = bool(host) or (isinstance(node, str) if "node" in facts else base.named)
     return GridPlace(
         rank=rank,

@@ -141,7 +141,9 @@ def cut_steps(folder: Path, done: int) -> None:
 def _iteration(line: str) -> int:
     """The iteration of a line of either file; 0 for a damaged line."""
     number = (json_object(line) or {}).get("iteration")
-    return number if type(number) is int and 0 < number < 1 << 40 else 0
+    if type(number) is int and 0 < number < 1 << 40:
+        return number
+    return 0
 
 
 def put_aside(folder: Path, keep: bool) -> None:

@@ -117,7 +117,10 @@ def verdict(
     if is_silent or (log.status in vague and otherwise.rank is not None):
         return otherwise
     # the rank that torchrun saw fail first need not be the one that printed this
-    evidence = log.evidence if log.rank is None else f"rank {log.rank}: {log.evidence}"
+    if log.rank is None:
+        evidence = log.evidence
+    else:
+        evidence = f"rank {log.rank}: {log.evidence}"
     return replace(
         otherwise, status=log.status, evidence=evidence, rank=log.rank, exclude=log.exclude
     )
@@ -150,7 +153,9 @@ def status_problem(folder: Path) -> str:
     try:
         read_status(folder)
     except ValueError as error:
-        return str(error) if (folder / "status.json").exists() else ""
+        if (folder / "status.json").exists():
+            return str(error)
+        return ""
     return ""
 
 

@@ -39,7 +39,9 @@ def trouble(folder: Path) -> str:
     """
     event = _last(folder)
     text = str(event.get("text") or "")
-    return one_line(f"{text} (since {event.get('time')})") if text else ""
+    if text:
+        return one_line(f"{text} (since {event.get('time')})")
+    return ""
 
 
 def _last(folder: Path) -> dict[str, Any]:

@@ -90,14 +90,16 @@ class Study(Record):
         """A new study. ValueError where it exists, unless `resume`; `fresh` takes the next free
         name (NAME-2, ...).
         """
-        study, number = cls(name), 2
+        study = cls(name)
+        number = 2
         while True:
             try:
                 study.folder.mkdir(parents=True, exist_ok=resume)
                 return study
             except FileExistsError:  # perhaps made by another process at this moment
                 require(fresh, "study", name, f"{study.folder} exists; resume it, or name another")
-                study, number = cls(f"{name}-{number}"), number + 1
+                study = cls(f"{name}-{number}")
+                number = number + 1
 
     @classmethod
     def open(cls, name: str) -> "Study":
@@ -277,7 +279,10 @@ def run_folders(names: Iterable[str]) -> list[Path]:
     """
     folders: list[Path] = []
     for name in names:
-        path = Path(name) if Path(name).exists() else outputs_root() / name
+        if Path(name).exists():
+            path = Path(name)
+        else:
+            path = outputs_root() / name
         if (path / "plan.json").exists() or (path / "jobs.jsonl").exists():
             folders.append(path)
             continue

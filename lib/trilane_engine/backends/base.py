@@ -201,7 +201,10 @@ def audited(states: States, decay: float) -> None:
     or in none.
     """
     for piece, current in zip(states.pieces, states.decays(), strict=True):
-        right = decay if must_decay(piece.name, len(piece.shape)) else 0.0
+        if must_decay(piece.name, len(piece.shape)):
+            right = decay
+        else:
+            right = 0.0
         is_right = current == right or (current is None and states.divided)
         assert is_right, f"{piece.name} has weight decay {current}"
 

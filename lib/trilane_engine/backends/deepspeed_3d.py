@@ -82,7 +82,10 @@ class DeepSpeed3D(DeepSpeed):
         alone = replace(t, pp=1, recompute="none", recompute_layers=0, partition="uniform")
         one_stage = replace(plan, topology=alone)
         # DeepSpeed's own "uniform" would count embedding, positions and norm as layers.
-        method = "type:transformer" if t.partition == "uniform" else t.partition
+        if t.partition == "uniform":
+            method = "type:transformer"
+        else:
+            method = t.partition
         return PipelineModule(
             layers(plan, apply(self._kernels, transformer_config(one_stage))),
             topology=PipeModelDataParallelTopology(num_pp=t.pp, num_mp=t.tp, num_dp=t.dp),

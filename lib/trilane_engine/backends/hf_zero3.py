@@ -143,7 +143,9 @@ class HfStates:
     def copy(self, number: int) -> Tensor | None:
         copies = [self._held.copy(part) for part in self._parts[number]]
         parts = [part for part in copies if part is not None]
-        return self._joined(number, parts) if parts else None
+        if parts:
+            return self._joined(number, parts)
+        return None
 
     def decays(self) -> list[float | None]:
         decays = self._held.decays()

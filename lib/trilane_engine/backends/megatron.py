@@ -160,7 +160,10 @@ class Megatron(Engine):
     @contextlib.contextmanager
     def _gathered(self) -> Iterator[None]:
         """Parameters are gathered, which overlap_param_gather left to the next forward pass."""
-        gathering = self._chunks if self._plan.topology.overlap_param_gather else []
+        if self._plan.topology.overlap_param_gather:
+            gathering = self._chunks
+        else:
+            gathering = []
         for chunk in gathering:
             chunk.disable_forward_pre_hook()
         yield
@@ -174,7 +177,8 @@ class Megatron(Engine):
         feeds: Any = [iter(microbatches) for _ in self._chunks]
         chunks: Any = self._chunks
         if len(self._chunks) == 1:
-            feeds, chunks = feeds[0], chunks[0]
+            feeds = feeds[0]
+            chunks = chunks[0]
         results = self._schedule(
             forward_step_func=self._forward,
             data_iterator=feeds,
@@ -301,7 +305,9 @@ class MegatronStates:
 
     def shard(self, number: int) -> tuple[int, int]:
         shard = self._shards[number]
-        return (shard.first, shard.end) if shard else (0, 0)
+        if shard:
+            return (shard.first, shard.end)
+        return (0, 0)
 
     def read(self, number: int, kind: str) -> Tensor:
         for inner in self._inner:  # fp16 may have skipped every step so far
@@ -310,7 +316,10 @@ class MegatronStates:
         shard = self._shards[number]
         if shard is None:
             return torch.empty(0)
-        held = shard.main if kind == "weight" else shard.optimizer.state[shard.main][kind]
+        if kind == "weight":
+            held = shard.main
+        else:
+            held = shard.optimizer.state[shard.main][kind]
         return held.detach().view(-1)
 
     def write(self, number: int, weight: Tensor, moments: dict[str, Tensor]) -> None:

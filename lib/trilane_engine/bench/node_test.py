@@ -83,7 +83,10 @@ def findings(gpus: int, ask: Callable[[str, str], list[list[str]]] = query) -> d
     `gpus` is how many the training needs, 0 on CPUs.
     """
     cards = ask("gpu", "index,memory.used")
-    broken = [f"{len(cards)} of {gpus} GPUs"] if cards and len(cards) < gpus else []
+    if cards and len(cards) < gpus:
+        broken = [f"{len(cards)} of {gpus} GPUs"]
+    else:
+        broken = []
     # Before a training nothing should be there: a driver's context takes less than 2 GiB, a
     # forgotten process more.
     used = [(index, int(mib) / 1024) for index, mib in cards if mib.isdecimal() and int(mib) > 2048]

@@ -40,7 +40,10 @@ def read_marked(
         shard = states.shard(number)
         marks: dict[str, Callable[[], Mark]] = {}
         for kind in (*KINDS, COPY):
-            held = states.copy(number) if kind == COPY else states.read(number, kind)
+            if kind == COPY:
+                held = states.copy(number)
+            else:
+                held = states.read(number, kind)
             if held is None:
                 continue
             values = held.detach().reshape(-1)

@@ -63,7 +63,10 @@ def ours(family: Family, name: str, tensors: Sequence[Tensor], shape: ModelShape
     parts = [part.t().contiguous() if is_turned(family, name) else part for part in tensors]
     if "linear_qkv." in name and not family.by_group:
         keys = shape.kv_heads * shape.head_dim
-        separate = parts if len(parts) == 3 else parts[0].split([shape.hidden_size, keys, keys])
+        if len(parts) == 3:
+            separate = parts
+        else:
+            separate = parts[0].split([shape.hidden_size, keys, keys])
         rows = [part.unflatten(0, (shape.kv_heads, -1, shape.head_dim)) for part in separate]
         return torch.cat(rows, 1).flatten(0, 2)
     if "linear_fc1." in name and shape.is_gated:
@@ -174,7 +177,9 @@ def _tokenizer(data: Mapping[str, Any], name: str) -> Tokenizer | None:
         return read_tokenizer(name)
     sources = [data.get("source", ""), *(part["source"] for part in data.get("blend", ()))]
     is_given = data.get("tokenizer") == "bytes" and any(map(existing_pair, filter(None, sources)))
-    return None if is_given or "tokenizer" not in data else read_tokenizer(data["tokenizer"])
+    if is_given or "tokenizer" not in data:
+        return None
+    return read_tokenizer(data["tokenizer"])
 
 
 def _save(tokenizer: Tokenizer, folder: Path, seq_length: int) -> None:

@@ -138,7 +138,9 @@ def assemble_range(
     for part, _, _ in boxes_of(box, values):
         parts.append(assemble(folder, slices, kind, part).reshape(-1))
     # a large tensor is not copied
-    return parts[1] if len(parts) == 2 else torch.cat(parts)
+    if len(parts) == 2:
+        return parts[1]
+    return torch.cat(parts)
 
 
 def _read(

@@ -136,7 +136,9 @@ def read_in(source: Path, out: Path, plan: Plan, iteration: int) -> str:
         }
         checkpoints.write_manifest(folder, manifest)
         checkpoints.publish(folder, folder.with_name(checkpoints.name_of(iteration)))
-    return "weights and Adam's moments" if complete else "weights only: Adam starts anew"
+    if complete:
+        return "weights and Adam's moments"
+    return "weights only: Adam starts anew"
 
 
 def _tensor(index: megatron.Index, key: str, box: Box) -> torch.Tensor:

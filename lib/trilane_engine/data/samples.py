@@ -98,7 +98,10 @@ def samples_of(
 
     For validation those of one evaluation; in a small share some occur twice.
     """
-    needed = plan.samples if part is Split.train else plan.validation_samples
+    if part is Split.train:
+        needed = plan.samples
+    else:
+        needed = plan.validation_samples
     cache = index_folder(plan, prefixes, part, needed)
     with _complete(cache, world):
         configs = [dataset_config(plan, prefix, cache, part) for prefix in prefixes]

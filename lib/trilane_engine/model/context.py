@@ -49,7 +49,8 @@ def causal_mask(q: Tensor, k: Tensor) -> Tensor:
 
     On a GPU flash attention knows this by name, and keeps no mask.
     """
-    queries, keys = q.size(2), k.size(2)
+    queries = q.size(2)
+    keys = k.size(2)
     if q.is_cuda:
         return causal_lower_right(queries, keys)
     return torch.ones(queries, keys, dtype=torch.bool, device=q.device).tril(keys - queries)

@@ -212,7 +212,9 @@ def choose(plan: Plan, world: World) -> KernelPath:
 
 def capability(device: torch.device) -> tuple[int, int]:
     """The card's compute capability, (0, 0) for a CPU; in a trace that of the plan's card."""
-    return torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
+    if device.type == "cuda":
+        return torch.cuda.get_device_capability(device)
+    return (0, 0)
 
 
 def _wanted(plan: Plan, device: torch.device) -> tuple[bool, str]:
@@ -228,7 +230,9 @@ def _wanted(plan: Plan, device: torch.device) -> tuple[bool, str]:
         return False, "no GPU"
     why = f"compute capability {'.'.join(map(str, card))}"
     # Triton, which torch.compile writes, makes good kernels from Ampere on
-    return (True, why) if card >= (8, 0) else (False, f"{why}, needs 8.0")
+    if card >= (8, 0):
+        return (True, why)
+    return (False, f"{why}, needs 8.0")
 
 
 def compile_problem(device: torch.device) -> str:

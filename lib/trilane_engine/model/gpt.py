@@ -365,7 +365,10 @@ def empty_chunk(
     due.
     """
     shape = plan.shape
-    stage = {} if vp_stage is None else {"ignore_virtual": False, "vp_stage": vp_stage}
+    if vp_stage is None:
+        stage = {}
+    else:
+        stage = {"ignore_virtual": False, "vp_stage": vp_stage}
     layers = [layer or layer_spec(shape, settings)] * get_num_layers_to_build(settings, vp_stage)
     model = GPT(
         config=settings,
@@ -412,7 +415,10 @@ def fill_parameters(named: Iterable[tuple[str, nn.Parameter]], plan: Plan) -> No
         is_marked = getattr(parameter, "tensor_model_parallel", False)
         if plan.layer and ".layers." in name and not is_marked:
             continue
-        dim = getattr(parameter, "partition_dim", 0) if is_marked else split_dim(name)
+        if is_marked:
+            dim = getattr(parameter, "partition_dim", 0)
+        else:
+            dim = split_dim(name)
         stride = 2 if is_gated_fc1(name, plan.shape) else 1
         # megatron-core sets these marks in its own initialization, which is off; without them the
         # gradient norm would count the split matrices of one tensor-parallel rank only.

@@ -43,7 +43,9 @@ def split_dim(name: str, gated: bool = False) -> int | None:
 def paired(size: Iterable[int], gated: bool) -> tuple[int, ...]:
     """The canonical shape of a parameter, or of a part of it, that a module holds as `size`."""
     rows, *rest = size
-    return (2, rows // 2, *rest) if gated else (rows, *rest)
+    if gated:
+        return (2, rows // 2, *rest)
+    return (rows, *rest)
 
 
 def whole_sizes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
@@ -134,7 +136,8 @@ def initial_range(
     if dim is None:
         dim = split_dim(name)
     if dim is None:
-        rank, tp = 0, 1
+        rank = 0
+        tp = 1
     deviation = plan.optimizer.init_std
     columns = (0, held)
     width = held

@@ -31,8 +31,14 @@ def settings(plan: Plan) -> dict[str, Any]:
     earlier iterations would be state to save.
     """
     t = plan.topology
-    fp8 = {"fp8": "hybrid", "fp8_recipe": "tensorwise"} if t.precision == "fp8" else {}
-    kind = "transformer_engine" if fp8 or t.overlap_tp or plan.run.fused == "te" else "local"
+    if t.precision == "fp8":
+        fp8 = {"fp8": "hybrid", "fp8_recipe": "tensorwise"}
+    else:
+        fp8 = {}
+    if fp8 or t.overlap_tp or plan.run.fused == "te":
+        kind = "transformer_engine"
+    else:
+        kind = "local"
     return {"transformer_impl": kind, "tp_comm_overlap": t.overlap_tp, **fp8}
 
 

@@ -57,7 +57,10 @@ def _refused(plan: Plan) -> Iterator[None]:
         fake_tensor.DynamicOutputShapeException,
         fake_tensor.UnsupportedOperatorException,
     ) as error:
-        name = f"layer={plan.layer.name}" if plan.layer else f"engine={plan.engine}"
+        if plan.layer:
+            name = f"layer={plan.layer.name}"
+        else:
+            name = f"engine={plan.engine}"
         raise ValueError(f"{name}: {error.func} needs values, and a trace has none") from None
 
 
@@ -66,9 +69,11 @@ def traced_microbatches(plan: Plan) -> tuple[int, int]:
     multiples with chunks.
     """
     t = plan.topology
-    few, many = 1, t.pp + 1
+    few = 1
+    many = t.pp + 1
     if t.interleaving > 1:
-        few, many = t.pp, 2 * t.pp
+        few = t.pp
+        many = 2 * t.pp
     return min(few, t.microbatches), min(many, t.microbatches)
 
 

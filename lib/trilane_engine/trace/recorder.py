@@ -167,7 +167,8 @@ class Recorder(TorchDispatchMode):
             return
         microbatch, chunk = self._inside
         if self._now == PASSES[phases.OPTIMIZER]:
-            microbatch, chunk = -1, 0
+            microbatch = -1
+            chunk = 0
         self.schedule.append(
             Pass(
                 kind=self._now,
@@ -202,7 +203,9 @@ class Recorder(TorchDispatchMode):
             return self._now or phases.current() or "between passes"
         microbatch, chunk = self._inside
         text = f"{self._now} of microbatch {microbatch}"
-        return text if len(self._forwards) == 1 else f"{text}, chunk {chunk}"
+        if len(self._forwards) == 1:
+            return text
+        return f"{text}, chunk {chunk}"
 
     # operations
 
@@ -249,7 +252,9 @@ class Recorder(TorchDispatchMode):
         if constant is not None:
             return constant.item()
         if not tensor.dtype.is_floating_point:
-            return False if tensor.dtype == torch.bool else 0
+            if tensor.dtype == torch.bool:
+                return False
+            return 0
         return float(storage_key(tensor) not in self._zeros)
 
     def _follow(self, tree: Any) -> None:
@@ -316,4 +321,6 @@ def flops_of(func: Any, args: Any, kwargs: Any, out: Any) -> float:
             return 8.0 * math.prod(args[1].shape) * args[2].shape[2]
         return 4.0 * math.prod(args[0].shape) * args[1].shape[2]
     formula = flop_registry.get(func.overloadpacket)
-    return float(formula(*args, **kwargs, out_val=out)) if formula else 0.0
+    if formula:
+        return float(formula(*args, **kwargs, out_val=out))
+    return 0.0

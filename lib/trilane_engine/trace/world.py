@@ -80,7 +80,9 @@ def rms_norm(
 
 
 def dropout(x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
-    return torch.native_dropout(x, p, training)[0] if p and training else x
+    if p and training:
+        return torch.native_dropout(x, p, training)[0]
+    return x
 
 
 def attention(plain: Callable[..., Tensor], has_flash: bool) -> Callable[..., Tensor]:

@@ -68,7 +68,9 @@ class PartialRun:
     @property
     def table(self) -> NumericTable:
         """Its iterations, by DeepSpeed's own steps where nothing else prints any."""
-        return self.iterations if self.iterations.rows else self.companion
+        if self.iterations.rows:
+            return self.iterations
+        return self.companion
 
     @property
     def rows(self) -> int:

@@ -178,7 +178,10 @@ def runs_of(schedule: PipelineSchedule) -> Iterator[tuple[Any, ...]]:
         first = 0
         while first < len(starts):
             # how many more passes keep the distance of the first two
-            step = float(steps[first]) if first < len(steps) else length
+            if first < len(steps):
+                step = float(steps[first])
+            else:
+                step = length
             uneven = np.abs(starts[first:] - starts[first] - step * np.arange(len(starts) - first))
             count = int(np.argmax(np.append(uneven, np.inf) > 1e-5 * end))
             yield stage, kind, chunk, first + 1, count, float(starts[first]), length, step

@@ -106,7 +106,8 @@ def _intervals(
     axes: Any, recalibration: Recalibration, predictions: Any, shift: float, label: str, fill: str
 ) -> None:
     for row, (run, p) in enumerate(zip(recalibration.rows, predictions, strict=True)):
-        low, high = p.sec_lo / run.seconds, p.sec_hi / run.seconds
+        low = p.sec_lo / run.seconds
+        high = p.sec_hi / run.seconds
         marker = "o" if low <= 1 <= high else "D"
         axes.plot([low, high], [row + shift] * 2, lw=1.6, color=INK, alpha=0.75 + shift)
         look: Any = {"mec": INK, "mfc": fill, "ls": "", "label": None if row else label}
