@@ -345,7 +345,9 @@ def verified(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def engine(args: argparse.Namespace) -> dict[str, Any]:
-    """Seconds and bytes of the real engine with a lever, over made-up tokens, and how it computes."""
+    """Seconds and bytes of the real engine with a lever, over made-up tokens, and how
+    it computes.
+    """
     import torch
 
     from trilane_engine.cpu import enable_cpu
@@ -536,7 +538,9 @@ def page(found: Mapping[str, Any]) -> str:
 
 
 def plain(args: argparse.Namespace) -> dict[str, Any]:
-    """Seconds and bytes of the plain torch GPT; at half the microbatch where it runs out of memory."""
+    """Seconds and bytes of the plain torch GPT; at half the microbatch where it runs
+    out of memory.
+    """
     import torch
 
     half = max(1, args.mbs // 2)

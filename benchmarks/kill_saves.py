@@ -70,7 +70,9 @@ LAYOUTS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Trial:
-    """What became of one killed run. `half` counts the half-written checkpoints that the kill left."""
+    """What became of one killed run. `half` counts the half-written checkpoints that
+    the kill left.
+    """
 
     layout: str
     moment: str

@@ -113,7 +113,9 @@ def _draw(pick: Any, engine: str, label: str) -> Plan | None:
 
 
 def check(plan: Plan) -> tuple[Difference, ...] | str:
-    """The comparison of one plan, traced in a process of its own; text where it cannot be traced."""
+    """The comparison of one plan, traced in a process of its own; text where it cannot
+    be traced.
+    """
     receive, send = multiprocessing.Pipe(duplex=False)
     # forked from a process that computes nothing: torch's autograd aborted in a fork of one that
     # had

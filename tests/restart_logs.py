@@ -1,4 +1,6 @@
-"""Logs of trainings that restart, as text: a course of plain numbers, printed in several dialects."""
+"""Logs of trainings that restart, as text: a course of plain numbers, printed in
+several dialects.
+"""
 
 import math
 from collections.abc import Callable, Iterable, Sequence

@@ -121,7 +121,9 @@ BUGS = {
 
 
 def named(bug: Bug, audit: RestartComparison) -> bool:
-    """Whether a finding names the bug, and no finding is of a kind that it could not have led to."""
+    """Whether a finding names the bug, and no finding is of a kind that it could not
+    have led to.
+    """
     found = [f for f in audit.findings if f.kind == bug.kind and bug.tensor in f.tensor]
     return any(not bug.pp or {r.pp for r in f.ranks} == bug.pp for f in found)
 

@@ -238,7 +238,9 @@ def fake_commands(folder: Path, patch: pytest.MonkeyPatch) -> Path:
 
 
 def pace(patch: pytest.MonkeyPatch) -> None:
-    """Trainings that begin from now on wait before every iteration until `allow` lets them go on."""
+    """Trainings that begin from now on wait before every iteration until `allow` lets
+    them go on.
+    """
     patch.setenv("TRILANE_PLANT", "paced 0 0")
     patch.setenv("PYTHONPATH", f"{REPOSITORY / 'lib'}:{REPOSITORY / 'tests/planted'}")
 

@@ -100,7 +100,9 @@ def test_each_import_points_down():
 
 
 def owner(name: str) -> str:
-    """The package that an imported name belongs to; "" for other libraries and for trilane itself."""
+    """The package that an imported name belongs to; "" for other libraries and for
+    trilane itself.
+    """
     first, _, rest = name.partition(".")
     if first in BESIDE:
         return first

@@ -307,7 +307,9 @@ def test_a_plan_keeps_the_constants_that_predicted_it(
 
 
 def rows_of_a_slow_machine(plan: Plan) -> pd.DataFrame:
-    """Runs of the plan's model on its machine, whose matmuls have half of the rate that is assumed."""
+    """Runs of the plan's model on its machine, whose matmuls have half of the rate that
+    is assumed.
+    """
     slow, rows = dataclasses.replace(default(plan.cluster), matmul=0.45), []
     for tp, pp, dp, mbs in (
         (1, 1, 1, 1),

@@ -214,7 +214,9 @@ def test_a_notebook_is_a_question_with_one_typed_and_commented_cell_of_parameter
 
 
 def test_a_notebook_explains_and_the_library_computes():
-    """STYLE: at most 22 lines a cell, no def, no %run; the notebook of one's own layer defines it."""
+    """STYLE: at most 22 lines a cell, no def, no %run; the notebook of one's own layer
+    defines it.
+    """
     code = [
         (n, "".join(c["source"]))
         for n, cells in notebooks().items()

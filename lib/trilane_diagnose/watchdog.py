@@ -2,8 +2,8 @@
 
 For a run on this machine the launcher polls HangMonitor. In a scheduler's job one process on each
 node does, by the heartbeats of that node, started by its first rank:
-`python -m trilane_diagnose.watchdog RUN_FOLDER PID RANK`. When they stall, the one of rank 0's node asks all others for
-stacks, and decides, or another's, a little later.
+`python -m trilane_diagnose.watchdog RUN_FOLDER PID RANK`. When they stall, the one of rank 0's node
+asks all others for stacks, and decides, or another's, a little later.
 """
 
 import contextlib

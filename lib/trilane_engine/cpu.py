@@ -1,4 +1,6 @@
-"""What lets megatron-core, which hard-codes 'cuda', run without a GPU; with one nothing is changed."""
+"""What lets megatron-core, which hard-codes 'cuda', run without a GPU; with one nothing
+is changed.
+"""
 
 import functools
 import logging
@@ -19,7 +21,8 @@ def enable_cpu() -> None:
     """
     for message in (
         # torch's own optimizer, norm and attention are used on purpose.
-        "(Transformer Engine and Apex are|Apex is) not installed|If you are using transformer_engine as",
+        "(Transformer Engine and Apex are|Apex is) not installed|"
+        "If you are using transformer_engine as",
         # megatron-core 0.19's, on imports of which nothing here runs
         "absl.logging is not installed|MimoModelConfig is experimental",
         # torch 2.13 renames the collectives that megatron-core 0.16.1 and DeepSpeed 0.19.8 call.

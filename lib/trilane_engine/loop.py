@@ -251,7 +251,9 @@ class Training:
             storage.note(self._folder, problem)
 
     def _end(self, request: StopRequest) -> None:
-        """Print and record whether the run completed, or what stopped it and the newest checkpoint."""
+        """Print and record whether the run completed, or what stopped it and the newest
+        checkpoint.
+        """
         goal = self._plan.run.goal
         is_saved = self._saved == name_of(self._done)
         newest = "no checkpoint"

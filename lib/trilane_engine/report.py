@@ -124,7 +124,9 @@ class TrainingLog:
             self._window.clear()
 
     def evaluated(self, batch: Batch, loss: float, seconds: float) -> None:
-        """Append and print the validation loss after `batch`, in nats; no timer counts its seconds."""
+        """Append and print the validation loss after `batch`, in nats; no timer counts
+        its seconds.
+        """
         if self._timers:
             self._timers.skip()
         if self._writes:

@@ -41,7 +41,9 @@ class World:
 
     @property
     def is_last(self) -> bool:
-        """The last rank is on the last pipeline stage, where the loss is; it prints the iterations."""
+        """The last rank is on the last pipeline stage, where the loss is; it prints the
+        iterations.
+        """
         return self.rank == self.size - 1
 
     def barrier(self) -> None:

@@ -1,4 +1,6 @@
-"""Runs as rows: `logs table` and `logs parse`, a folder or many files, as text, CSV, HTML and JSON."""
+"""Runs as rows: `logs table` and `logs parse`, a folder or many files, as text, CSV,
+HTML and JSON.
+"""
 
 import csv
 import io

@@ -1,4 +1,6 @@
-"""Measuring: which iterations count, one meaning of TFLOPs, phases by timers, curves over restarts."""
+"""Measuring: which iterations count, one meaning of TFLOPs, phases by timers, curves
+over restarts.
+"""
 
 import csv
 import math
@@ -73,7 +75,9 @@ def test_a_batch_that_differs_by_more_than_3_percent_is_left_out(batch, left):
 
 
 def printed_rows():
-    """(row, printed TFLOPs, rates by definition) of the shipped rows that print seconds and TFLOPs."""
+    """(row, printed TFLOPs, rates by definition) of the shipped rows that print seconds
+    and TFLOPs.
+    """
     with shipped_rows().open(newline="") as file:
         cells = {row["row_id"]: row["tflops_printed"] for row in csv.DictReader(file)}
     for row in read_rows(shipped_rows())[0]:

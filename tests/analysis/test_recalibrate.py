@@ -32,7 +32,9 @@ TABLES = ("s003-t4", "s003-t27", "s003-t29", "s004-t1")
 
 
 def eight_of_a_table(table):
-    """Eight rows of a table, the campaign's other rows, and constants that have seen none of them."""
+    """Eight rows of a table, the campaign's other rows, and constants that have seen
+    none of them.
+    """
     rows = [
         r
         for r in read_rows(shipped_rows().with_name("scored.csv"))[0]

@@ -1,4 +1,6 @@
-"""Shape, hardware, topology, plan: published sizes, laws, and one clear line for every bad input."""
+"""Shape, hardware, topology, plan: published sizes, laws, and one clear line for every
+bad input.
+"""
 
 import json
 import math

@@ -83,7 +83,9 @@ def with_printed_numbers(shown: str, printed: str) -> str:
 
 
 def shell(folder: Path) -> dict[str, str]:
-    """An environment in which `trilane` is this repository's command, and outputs lie in `folder`."""
+    """An environment in which `trilane` is this repository's command, and outputs lie
+    in `folder`.
+    """
     commands = folder / ".bin"
     commands.mkdir()
     command = commands / "trilane"

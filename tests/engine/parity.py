@@ -228,7 +228,9 @@ def _worker(rank: int, size: int, port: int, folder: Path, work: Work, parent: i
 
 
 def run_worker(size: int, folder: Path) -> int:
-    """Run the engine; of size 0 the reference, which writes the same files, losses and norms alone."""
+    """Run the engine; of size 0 the reference, which writes the same files, losses and
+    norms alone.
+    """
     if size:
         from trilane_engine.__main__ import main as engine
 

@@ -1,4 +1,6 @@
-"""The reference for every engine and topology: a plain torch GPT in one process with torch's AdamW."""
+"""The reference for every engine and topology: a plain torch GPT in one process with
+torch's AdamW.
+"""
 
 import math
 from collections.abc import Mapping

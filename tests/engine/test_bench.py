@@ -41,7 +41,9 @@ print(main([]))
 def test_ranks_of_srun_on_two_hosts_measure_inside_and_between(
     ask: Callable, tmp_path: Path
 ) -> None:
-    """Four ranks with SLURM's variables alone; unnamed, the cluster and its file are called local."""
+    """Four ranks with SLURM's variables alone; unnamed, the cluster and its file are
+    called local.
+    """
     code = f"SLURM, FOLDER = {SLURM!r}, {str(tmp_path)!r}\n{TWO_HOSTS}"
     assert ask(small_plan(tmp_path, dp=4), code, joined=False) == 4 * "0\n"
     assert [path.name for path in tmp_path.iterdir()] == ["local.json"]

@@ -1,4 +1,6 @@
-"""What was saved is what goes on: a resumed run gives the losses of a run that was never stopped."""
+"""What was saved is what goes on: a resumed run gives the losses of a run that was
+never stopped.
+"""
 
 import os
 import shutil

@@ -46,8 +46,8 @@ for parallel in (False, True):
 
 
 def test_the_right_share_is_dropped_alike_where_ranks_hold_values_alike(ask: Callable) -> None:
-    """Shares of one half, within five standard deviations. Heads always differ; hidden values differ
-    only where each rank has its own part of the sequence.
+    """Shares of one half, within five standard deviations. Heads always differ; hidden values
+    differ only where each rank has its own part of the sequence.
     """
     half = Dropout(hidden=0.5, attention=0.5)
     plan = replace(small_plan(Path("data"), tp=2), shape=replace(SHAPE, num_layers=1), dropout=half)

@@ -83,7 +83,9 @@ def logits(folder: Path, tokens: object) -> object:
 @pytest.mark.slow
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 def test_an_exported_model_has_our_logits(shape: ModelShape, tmp_path: Path) -> None:
-    """No head, matrix or pair of rotary channels is turned the wrong way; in one file or several."""
+    """No head, matrix or pair of rotary channels is turned the wrong way; in one file
+    or several.
+    """
     import torch
     from reference import logits as reference
 

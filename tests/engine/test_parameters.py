@@ -19,8 +19,8 @@ from trilane.costmodel.memory import stage_parameters
 
 EMBEDDING = "type:transformer|embedding"  # embedding and head count as a layer each
 RMS = {"normalization": "rmsnorm", "positions": "rotary", "activation": "swiglu"}
-# fields of the shape, of the topology. The sizes have no common factor but what tp asks for, so that
-# no term can hide in another
+# fields of the shape, of the topology. The sizes have no common factor but what tp asks for, so
+# that no term can hide in another
 CASES: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"num_layers": 16}, {"tp": 4, "pp": 4}),
     ({"num_layers": 14, "tied_embeddings": False}, {"partition": EMBEDDING, "pp": 4}),
@@ -47,8 +47,8 @@ def plan_of(fields: dict[str, Any], topology: dict[str, Any]) -> Plan:
 
 
 PLANS = [plan_of(*case) for case in CASES]
-# sum(p.numel()) of the model chunks of each rank, [stage][tensor-parallel rank], by one process that
-# is each in turn, on the meta device
+# sum(p.numel()) of the model chunks of each rank, [stage][tensor-parallel rank], by one process
+# that is each in turn, on the meta device
 COUNT = """
 import json
 import torch

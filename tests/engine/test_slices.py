@@ -34,7 +34,9 @@ def test_a_file_has_the_published_format_and_was_synchronised(tmp_path: Path, mo
     "box", [((3, 8),), ((2, 6), (1, 4)), ((0, 2), (1, 3), (0, 3))], ids=["1", "2", "3"]
 )
 def test_a_range_of_a_part_is_boxes_that_cover_it_in_order(box: tuple) -> None:
-    """Every range of a vector, a matrix and a pair of matrices; a matrix's has at most three boxes."""
+    """Every range of a vector, a matrix and a pair of matrices; a matrix's has at most
+    three boxes.
+    """
     whole = torch.arange(8 ** len(box)).view((8,) * len(box))
     part = whole[tuple(slice(*side) for side in box)].reshape(-1)
     for first in range(len(part)):

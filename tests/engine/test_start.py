@@ -95,7 +95,9 @@ def test_a_world_unlike_the_plan_is_refused_once_by_rank_0(
 
 
 def test_nodes_that_wait_in_vain_end_as_a_failed_rendezvous(tmp_path, capfd) -> None:
-    """torchrun's agents: one where the other node is missing, one where the first does not answer."""
+    """torchrun's agents: one where the other node is missing, one where the first does
+    not answer.
+    """
     names = ("torch.distributed.run", "torch.distributed.elastic")
     one = [str(tmp_path / "f"), "--nnodes=2", "--nproc-per-node=1", "--rdzv-id=7.0"]
     with held_port() as port:

@@ -1,4 +1,6 @@
-"""From a deadline to a size: what ends in time, what is larger and does not, and why nothing can."""
+"""From a deadline to a size: what ends in time, what is larger and does not, and why
+nothing can.
+"""
 
 import json
 

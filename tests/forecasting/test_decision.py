@@ -156,7 +156,9 @@ def test_the_plan_that_is_recommended_is_recommended_where_it_is_asked_for(page)
 
 
 def test_a_plan_that_may_run_out_of_memory_gives_way_and_the_page_says_so():
-    """A 200B model on 384 GPUs: the fastest plan of 02 has P(out of memory) above one in a hundred."""
+    """A 200B model on 384 GPUs: the fastest plan of 02 has P(out of memory) above one
+    in a hundred.
+    """
     plan = replace(
         PLAN,
         topology=replace(PLAN.topology, recompute="none", attention="fused", mbs=2),

@@ -1,4 +1,6 @@
-"""Interruptions: what one costs, how long a node is waited for, how often to save; counted by hand."""
+"""Interruptions: what one costs, how long a node is waited for, how often to save;
+counted by hand.
+"""
 
 from dataclasses import replace
 

@@ -144,7 +144,9 @@ def test_a_run_beyond_its_time_is_ended_and_says_so(folder: Path) -> None:
 def test_what_must_not_start_is_refused_before_anything_is_written(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A folder that holds a run, a corpus that is not there, an optimizer that cannot be compiled."""
+    """A folder that holds a run, a corpus that is not there, an optimizer that cannot
+    be compiled.
+    """
     away = run_folder(
         small_plan(data, engine="deepspeed-zero", zero=1, offload="optimizer"), tmp_path / "away"
     )

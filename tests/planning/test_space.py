@@ -30,7 +30,9 @@ def test_blocks_of_recomputed_layers_are_no_whole_stage() -> None:
 
 
 def test_the_front_holds_what_nothing_beats_and_of_equals_one() -> None:
-    """(seconds, memory): 2 is as small as 1 and slower, 4 is as fast as 3 and larger, 5 repeats 3."""
+    """(seconds, memory): 2 is as small as 1 and slower, 4 is as fast as 3 and larger, 5
+    repeats 3.
+    """
     seconds, memory = (
         np.array([1.0, 2.0, 3.0, 3.0, 3.0, 9.0]),
         np.array([9.0, 9.0, 5.0, 6.0, 5.0, 1.0]),

@@ -77,7 +77,9 @@ def missing() -> list[int]:
 
 
 def done() -> int:
-    """The iteration of the newest checkpoint; the steps after it are cut off, as the engine does."""
+    """The iteration of the newest checkpoint; the steps after it are cut off, as the
+    engine does.
+    """
     latest = checkpoints / "latest"
     number = int(latest.read_text().strip().removeprefix("iter_")) if latest.exists() else 0
     steps = Path("steps.jsonl")

@@ -1,4 +1,6 @@
-"""08_decision as a director reads it: its first screen, one sheet of paper, and one set of figures."""
+"""08_decision as a director reads it: its first screen, one sheet of paper, and one set
+of figures.
+"""
 
 import json
 import os

@@ -110,7 +110,9 @@ def hostile_rows(path: Path) -> Path:
 
 
 def poisoned(value: Any, kept: tuple[str, ...]) -> Any:
-    """JSON with hostile text at the end of each of its strings, but those under the names `kept`."""
+    """JSON with hostile text at the end of each of its strings, but those under the
+    names `kept`.
+    """
     if isinstance(value, dict):
         return {name: v if name in kept else poisoned(v, kept) for name, v in value.items()}
     if isinstance(value, list):

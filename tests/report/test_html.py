@@ -1,4 +1,6 @@
-"""What a report keeps of the Markdown and HTML in a notebook's outputs, and what it says of itself."""
+"""What a report keeps of the Markdown and HTML in a notebook's outputs, and what it
+says of itself.
+"""
 
 import base64
 import hashlib

@@ -119,7 +119,9 @@ def staged(play: Play, *arguments: str, **env: str) -> Path:
 def test_a_job_trains_from_the_copy_of_its_node_alone_and_removes_it(
     play: Play, package: Path, home: Path, tmp_path: Path
 ) -> None:
-    """Neither PATH nor PYTHONPATH leads back to the shared file system before it leads to the copy."""
+    """Neither PATH nor PYTHONPATH leads back to the shared file system before it leads
+    to the copy.
+    """
     (tmp_path / "node/x").mkdir()
     code = copies.freeze(home)
     copy = staged(play, str(code), PYTHONPATH="/other", KEEP="1")

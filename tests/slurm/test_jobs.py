@@ -126,7 +126,9 @@ def test_a_run_that_a_job_still_holds_takes_no_second_one(
 def test_a_job_that_died_before_it_trained_is_shown_with_what_its_script_printed(
     commands: Commands, folder: Path, capsys: pytest.CaptureFixture
 ) -> None:
-    """77 trained and was stopped; 78 found no environment; 79, which waited for it, was cancelled."""
+    """77 trained and was stopped; 78 found no environment; 79, which waited for it, was
+    cancelled.
+    """
     ledger.note(folder, "started", "77", nodes="", iteration=0, restarts=0)
     (folder / "run.log").write_text("RuntimeError: of the first job\n")
     write_status(folder, status("stopped", "saved at iteration 20"))

@@ -151,7 +151,9 @@ def test_a_container_sees_the_run_folder_the_frozen_code_and_the_sites_mounts(
 
 
 def prepared(site: Site, folder: Path, **env: str) -> "subprocess.CompletedProcess[str]":
-    """What the script does before it activates its environment, in a shell that is no login shell."""
+    """What the script does before it activates its environment, in a shell that is no
+    login shell.
+    """
     text = rendered(site)
     head = text[
         text.index("set -euo pipefail") : text.index("# the environment of this repository")

@@ -299,7 +299,9 @@ def test_two_links_on_1_and_2_nodes_follow_the_ramp_with_the_losses_of_one_run(
 def test_without_the_controller_nothing_is_shown_submitted_or_cancelled(
     cluster: Cluster, site: str, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
-    """A stopped controller accepts connections and answers none: squeue alone would wait a minute."""
+    """A stopped controller accepts connections and answers none: squeue alone would
+    wait a minute.
+    """
     waits, other = (
         run_folder(tmp_path, plan(name, tmp_path / "data")) for name in ("waits", "other")
     )

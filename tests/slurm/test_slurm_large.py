@@ -31,7 +31,9 @@ GOAL, SAVES, TRAIN, SPARES = 40, 10, 42, 6
 
 
 class Rehearsal:
-    """A run of 42 nodes and 6 spares; the test lets its iterations begin, and kills what they need."""
+    """A run of 42 nodes and 6 spares; the test lets its iterations begin, and kills
+    what they need.
+    """
 
     def __init__(self, cluster: Cluster, chained: Path) -> None:
         t = Topology(dp=TRAIN, mbs=1, gbs=TRAIN, precision="bf16")

@@ -1,4 +1,6 @@
-"""Which plans may continue from a checkpoint, and what is said where the run's length has changed."""
+"""Which plans may continue from a checkpoint, and what is said where the run's length
+has changed.
+"""
 
 from dataclasses import replace
 

@@ -35,10 +35,13 @@ def iteration_flops(
     B sequences of s tokens, L layers, h hidden size, V padded vocabulary, N parameters, t
     tensor-parallel size:
 
-        narayanan        96 B s L h^2 (1 + s/(6h) + V/(16 L h)) with full recomputation, 72 and 12 for 96 and 16 without
+        narayanan        96 B s L h^2 (1 + s/(6h) + V/(16 L h)) with full recomputation, 72 and 12
+                         for 96 and 16 without
         size_factor      2 N s B, times 4 with full recomputation and 3 without
-        replicated       8 s B L (12 h^2 + 13 h + 6 h (t - 1)), whether or not anything is recomputed
-        megatron_causal  72 B s L h^2 (1 + s/(12h) + V/(12 L h)): half of the scores are masked, nothing is recomputed
+        replicated       8 s B L (12 h^2 + 13 h + 6 h (t - 1)), whether or not anything is
+                         recomputed
+        megatron_causal  72 B s L h^2 (1 + s/(12h) + V/(12 L h)): half of the scores are masked,
+                         nothing is recomputed
 
     The first is ours: Narayanan et al. 2021, arXiv:2104.04473, equation 3, which Megatron-DeepSpeed
     printed from February 2022 on. The second is of the BigScience chronicles' tables of 2021; it
@@ -319,7 +322,9 @@ def mean_seconds(log: RunLog) -> float:
 
 
 def memory_by_rank(log: RunLog) -> dict[int, float]:
-    """Peak bytes of each rank: the most it allocated, else reserved; {} where the log has neither."""
+    """Peak bytes of each rank: the most it allocated, else reserved; {} where the log
+    has neither.
+    """
     for name in ("max_allocated", "max_reserved"):
         if name in log.memory and log.memory[name].notna().any():
             return dict(log.memory.set_index("rank")[name].dropna())

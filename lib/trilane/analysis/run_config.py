@@ -237,7 +237,9 @@ def _is_on(log: RunLog, *names: str) -> bool:
 
 
 def _not_dense(log: RunLog) -> str:
-    """The arguments, name=value, of a model that a shape cannot describe; "" where there are none."""
+    """The arguments, name=value, of a model that a shape cannot describe; "" where
+    there are none.
+    """
     given = log.arguments
     names = [name for name in NAMES["not_dense"] if str(given.get(name)).strip("[]()") not in OFF]
     width = _whole(log, "kv_channels") * _whole(log, "num_attention_heads")
@@ -272,7 +274,9 @@ def _batch(log: RunLog, replicas: int) -> float:
 
 
 def _whole(log: RunLog, *names: str) -> int:
-    """The first argument of these names that is a whole number above zero; 0 where there is none."""
+    """The first argument of these names that is a whole number above zero; 0 where
+    there is none.
+    """
     for name in names:
         value = log.arguments.get(name)
         if type(value) is int and value > 0:

@@ -26,10 +26,12 @@ RETURNED = 3.0  # of robust noise: the value is back at its level
 class Event(Record):
     """An anomaly of a training.
 
-    kind        "loss spike", "grad norm spike", or "divergence" (the level rose and stayed, or the loss became NaN)
+    kind        "loss spike", "grad norm spike", or "divergence" (the level rose and stayed, or the
+                loss became NaN)
     iteration   where it begins; `peak_iteration` where it is worst
     level       the expected value; `peak` the worst one seen; `size` the logarithm of their ratio
-    recovered   the iteration from which the value is back at its level; None where that is not in the log
+    recovered   the iteration from which the value is back at its level; None where that is not in
+                the log
     """
 
     DERIVED: ClassVar = ("size",)

@@ -31,7 +31,7 @@ from trilane.utils.validation import parse_count, require, require_known, shown
 
 GROUPS = {
     "run": "execute one notebook of a study, or all in order",
-    "plan": "sizes, topologies, one plan in full, dates and risks, predictions against measurements",
+    "plan": "sizes, topologies, one plan in full, dates, risks, predictions and measurements",
     "calibrate": "the constants of predictions, fitted to your own runs",
     "train": "train a plan on this machine",
     "measure": "this machine or cluster, the speed of a plan, the equality of the engines",

@@ -104,7 +104,9 @@ def compare(
     ),
     confidence: float = option(0.95, "of the interval", above=0),
 ) -> Answer:
-    """Print whether the runs of B are faster than those of A: logs or run folders of two variants."""
+    """Print whether the runs of B are faster than those of A: logs or run folders of
+    two variants.
+    """
     runs_a = [run for path in a for run in measure_path(path)]
     runs_b = [run for path in b for run in measure_path(path)]
     found = comparison.compare(runs_a, runs_b, confidence)

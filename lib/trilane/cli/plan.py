@@ -179,7 +179,9 @@ def constants(cluster: Cluster, source: str) -> Calibration:
 
 
 def shape_of(text: str, seq: int, choices: dict[str, Any]) -> ModelShape:
-    """The shape that is named, with the vocabulary padded; what was decided for it goes to stderr."""
+    """The shape that is named, with the vocabulary padded; what was decided for it goes
+    to stderr.
+    """
     given = read_shape(text, seq_length=seq, tp=choices.get("tp", 1))
     note(given.notes)
     return given.shape
@@ -188,7 +190,9 @@ def shape_of(text: str, seq: int, choices: dict[str, Any]) -> ModelShape:
 def plan_of(
     shape: ModelShape, cluster: Cluster, engine: str, gpus: int, choices: dict[str, Any]
 ) -> Plan:
-    """The plan of these choices, with the defaults of cluster and engine for what they leave open."""
+    """The plan of these choices, with the defaults of cluster and engine for what they
+    leave open.
+    """
     if gpus:
         replica = choices.get("tp", 1) * choices.get("cp", 1) * choices.get("pp", 1)
         choices.setdefault("dp", max(1, gpus // replica))

@@ -102,7 +102,7 @@ class Cluster(Record):
         "the bus of two GPUs, where it is slower than that of a whole node", None
     )
     ring_bytes_per_s: float | None = _rate(
-        "what one ring of a collective can draw from the network, where that is less than its share",
+        "what one ring of a collective can draw from the network, where it is less than its share",
         None,
     )
     write_bytes_per_s: float | None = _rate(

@@ -33,8 +33,8 @@ class Data:
 
     source: str = option(
         "stdlib",
-        "stdlib (Python's standard library), mock (made on the fly), a text or JSONL file, a folder of "
-        "text files, the prefix of a .bin/.idx pair, or blend",
+        "stdlib (Python's standard library), mock (made on the fly), a text or JSONL file, a "
+        "folder of text files, the prefix of a .bin/.idx pair, or blend",
         megatron="data-path",
     )
     tokenizer: str = option(
@@ -194,7 +194,7 @@ class Run:
     )
     fused: str = option(
         "auto",
-        "kernels: auto from compute capability 8.0 on; layer: whole layers; te: Transformer Engine's",
+        "kernels: auto from compute capability 8.0; layer: whole layers; te: Transformer Engine's",
         choices=("auto", "on", "off", "te", "layer"),
     )
 

@@ -29,14 +29,16 @@ MIDDLE_WIDTHS = 6  # of those of a size that a bisection looks at
 NEAR = 1.02  # sizes that a bisection no longer tells apart
 ASSUMED = "Shapes have published ratios of width to depth: which of them learns best is not asked."
 COUNTED = (
-    "Days are those of 'plan calendar', failures and checkpoints counted, without a ramp and a queue, "
-    "with 4 spare nodes where there are."
+    "Days are those of 'plan calendar', failures and checkpoints counted, without a ramp and a "
+    "queue, with 4 spare nodes where there are."
 )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Dated(Record):
-    """A proposal; days, GPU-hours and money that half and nine of ten of its simulated runs keep."""
+    """A proposal; days, GPU-hours and money that half and nine of ten of its simulated
+    runs keep.
+    """
 
     request: SizeRequest
     proposal: Proposal
@@ -272,7 +274,9 @@ def _why_none(request: SizeRequest) -> str:
 
 
 def dated(proposal: Proposal, request: SizeRequest, price: float | None = None) -> Dated:
-    """Days, GPU-hours and money of a proposal. Without end where interruptions leave no progress."""
+    """Days, GPU-hours and money of a proposal. Without end where interruptions leave no
+    progress.
+    """
     size = proposal.shape.parameters
     tokens = proposal.tokens
     names = ("days_p50", "gpu_hours_p50", "days_p90", "gpu_hours_p90")

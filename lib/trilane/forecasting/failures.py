@@ -102,7 +102,9 @@ class FailureModel:
         return sum(s.per_node_year * nodes + s.per_year for s in self.stops) / NODE_YEAR_S
 
     def measured(self, cluster: Cluster) -> "FailureModel":
-        """The model with the cluster's storage, where that was measured and no other rate is given."""
+        """The model with the cluster's storage, where that was measured and no other
+        rate is given.
+        """
         rate = cluster.write_bytes_per_s
         if rate is None or self.write_bytes_per_s != FailureModel.write_bytes_per_s:
             return self

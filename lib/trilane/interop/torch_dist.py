@@ -1,7 +1,8 @@
 """Checkpoints of Megatron-LM, `--ckpt-format torch_dist`: which tensors one has, under which names;
 without torch.
 
-    latest_checkpointed_iteration.txt     iter_0000100/  metadata.json  common.pt  .metadata  __0_0.distcp
+    latest_checkpointed_iteration.txt
+    iter_0000100/  metadata.json  common.pt  .metadata  __0_0.distcp
 
 A tensor's name is megatron-core's without the layer's number: all layers are one tensor (layer,
 ...), in chunks. Norms before a matrix have the names of Transformer Engine, which holds both in one

@@ -57,7 +57,8 @@ def train_local(
     require_trainable(plan.topology, plan.run.fused)
     _require_ready(folder, plan, resume)
     node = plan.cluster.gpus_per_node
-    rule = f"one machine starts at most the {node} processes of a node; submit job.sbatch on {plan.cluster.name}"
+    rule = f"one machine starts at most the {node} processes of a node; "
+    rule += f"submit job.sbatch on {plan.cluster.name}"
     require(plan.topology.gpus <= node, "tp x pp x dp", plan.topology.gpus, rule)
     begin = time.monotonic()
     with held_port() as port:
@@ -132,7 +133,8 @@ def _run(
 def _record(folder: Path, outcome: RunStatus) -> None:
     """Write status.json; where a full disk does not allow it, print the outcome."""
     if not write_status(folder, outcome):
-        line = f"{outcome.status}: {outcome.evidence}; the disk is full, so that status.json does not record it"
+        line = f"{outcome.status}: {outcome.evidence}; "
+        line += "the disk is full, so that status.json does not record it"
         print(f"trilane: {line}", file=sys.stderr, flush=True)
 
 

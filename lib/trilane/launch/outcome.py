@@ -96,7 +96,9 @@ def culprit(folder: Path) -> tuple[int | None, str]:
 
 
 def failed_ranks(folder: Path) -> dict[int, int]:
-    """The exit codes of the ranks that torchrun saw fail; {} where its list is missing or damaged."""
+    """The exit codes of the ranks that torchrun saw fail; {} where its list is missing
+    or damaged.
+    """
     try:
         listed = json.loads(read_text(folder / "ranks/failures.json") or "[]")
         return {int(failure["rank"]): int(failure["exitcode"]) for failure in listed}

@@ -29,7 +29,8 @@ DATA = Path(str(resources.files("trilane"))) / "data/report"
 # The pages load nothing, and run no script but the one that draws their figures (by its hash); CSP
 # Level 3,
 # https://www.w3.org/TR/CSP3/
-POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
+POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'; "
+POLICY += "base-uri 'none'; form-action 'none'"
 
 KINDS = ("text/html", "text/markdown", "image/png", "text/plain")  # of an output, that a page shows
 # of an output's HTML
@@ -168,7 +169,9 @@ def _about(notebook: Any, executed: Path) -> dict[str, str]:
 
 
 def embedded(spec: object) -> str:
-    """A specification as JSON that stands in a `script` element: nothing in it can end the element."""
+    """A specification as JSON that stands in a `script` element: nothing in it can end
+    the element.
+    """
     text = json.dumps(spec, ensure_ascii=True, separators=(",", ":"))
     return text.replace("<", r"\u003c").replace(">", r"\u003e").replace("&", r"\u0026")
 

@@ -33,7 +33,9 @@ DEMO = ("01_sizing", "02_topology", "03_launch", "04_analyze")  # the notebooks 
 
 
 class NotebookError(Exception):
-    """A cell of a notebook failed; `is_input` where it raised a ValueError, which means bad input."""
+    """A cell of a notebook failed; `is_input` where it raised a ValueError, which means
+    bad input.
+    """
 
     def __init__(self, notebook: str, cell: str, reason: str, is_input: bool):
         super().__init__(f"{notebook}, {cell}: {reason}")

@@ -1,4 +1,6 @@
-"""Attempt: one start of a run's training inside a job; whether it should start, and how it ended."""
+"""Attempt: one start of a run's training inside a job; whether it should start, and how
+it ended.
+"""
 
 import contextlib
 import os

@@ -55,7 +55,9 @@ class Stage:
 
 
 def parse_stages(text: str) -> list[Stage]:
-    """The stages in "GBS:NODES:MBS,...", such as the BLOOM chronicles' "32:8:1,64:16:1,128:32:1"."""
+    """The stages in "GBS:NODES:MBS,...", such as the BLOOM chronicles'
+    "32:8:1,64:16:1,128:32:1".
+    """
     stages = []
     for part in text.split(","):
         numbers = part.strip().split(":")

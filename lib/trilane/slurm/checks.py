@@ -70,7 +70,9 @@ def warning(rule: str, message: str, remedy: str) -> JobFinding:
 
 @dataclass(frozen=True)
 class JobCheck:
-    """A job before its submission: a plan, the run folder, and its script, edited by hand or not."""
+    """A job before its submission: a plan, the run folder, and its script, edited by
+    hand or not.
+    """
 
     plan: Plan
     site: Site

@@ -39,7 +39,8 @@ ENDED = (
 )
 QUEUED = ("id", "state", "reason", "elapsed", "limit", "nodes", "name")
 AWAY = re.compile(
-    r"unable to contact slurm controller|connection (refused|reset)|timed out|zero bytes were trans",
+    r"unable to contact slurm controller|connection (refused|reset)|timed out|"
+    r"zero bytes were trans",
     re.IGNORECASE,
 )
 

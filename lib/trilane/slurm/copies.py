@@ -28,7 +28,9 @@ def hash_of(text: str) -> str:
 
 
 def keep_plan(run: Run) -> str:
-    """Keep the plan of a run as submitted/HASH.json, with the text of a layer of its own; the hash."""
+    """Keep the plan of a run as submitted/HASH.json, with the text of a layer of its
+    own; the hash.
+    """
     text = json.dumps(run.values, indent=1)
     kept = run.folder / "submitted" / f"{hash_of(text)}.json"
     if read_text(kept) != text:

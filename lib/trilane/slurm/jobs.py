@@ -155,7 +155,9 @@ def submitting(runs: Sequence[Run]) -> Iterator[None]:
 
 
 def _require_idle(runs: Sequence[Run]) -> None:
-    """ActiveJob where a run has a job that has not ended; the ledger gets the jobs that it lacks."""
+    """ActiveJob where a run has a job that has not ended; the ledger gets the jobs that
+    it lacks.
+    """
     for run, states in zip(runs, states_of(runs, must_ask=True), strict=True):
         recorded = run.job_ids()
         for state in states:
@@ -239,7 +241,9 @@ class JobStatus(JobState):
         return self.status.has_failed
 
     def to_json(self) -> dict[str, Any]:
-        """The JSON object of `trilane slurm status`, in which the key of our status is `verdict`."""
+        """The JSON object of `trilane slurm status`, in which the key of our status is
+        `verdict`.
+        """
         values = as_json(self)
         del values["name"]
         values["verdict"] = values.pop("status")

@@ -86,7 +86,9 @@ class Run:
         return list(dict.fromkeys(event["id"] for event in self.events(kind)))
 
     def unended(self) -> list[Event]:
-        """The starts ("started", "replaced": with a spare) of jobs that have recorded no end since."""
+        """The starts ("started", "replaced": with a spare) of jobs that have recorded
+        no end since.
+        """
         starts: list[Event] = []
         for event in self.events("started", "ended", "replaced"):
             if event["event"] == "ended":

@@ -100,9 +100,12 @@ def verdict(
     log=log, otherwise=crash).
 
     code        of torchrun or of the job's step; None where it is unknown
-    written     status.json of this attempt: by the engine, or by who ended a hang, which may be before the exit code
-    scheduler   its own reason, such as a time limit; None where it says no more than that the job failed
-    log         the RunLog of its last attempt, which decides where the others know only that it failed
+    written     status.json of this attempt: by the engine, or by who ended a hang, which may be
+                before the exit code
+    scheduler   its own reason, such as a time limit; None where it says no more than that the job
+                failed
+    log         the RunLog of its last attempt, which decides where the others know only that it
+                failed
     otherwise   what the caller knows without a reason
     """
     if written and written.status is Status.HANG:  # what was killed for it is in the log

@@ -25,7 +25,9 @@ Named = Sequence[tuple[str, torch.nn.Parameter]]  # parameters by their names in
 
 @dataclass(frozen=True, kw_only=True)
 class Microbatch:
-    """Tokens and the tokens that follow them, both (mbs, seq_length), int64, on this rank's device."""
+    """Tokens and the tokens that follow them, both (mbs, seq_length), int64, on this
+    rank's device.
+    """
 
     tokens: Tensor
     labels: Tensor
@@ -58,12 +60,18 @@ class States(Protocol):
 
         finish_step   complete what the last step deferred; collective, before any read
         shard         (first, last + 1) of the values that read() returns; (0, 0) for none
-        read          these values of a piece of `kind` (checkpoints.KINDS), flat, fp32; the next step may change them
-        write         set a piece: the whole `weight`, also in the engine's precision, and `moments` as read() has them
-        copy          the weight that the model computes with; None where it is the optimizer's own, or not here whole
-        decays        current weight decay of each piece's optimizer group; None where this rank updates none of it
-        scalars       Adam's step; in fp16 also loss_scale, good_steps since it last changed, and hysteresis
-        set_scalars   after the pieces; the loss scale starts afresh where the checkpoint's precision had none
+        read          these values of a piece of `kind` (checkpoints.KINDS), flat, fp32; the next
+                      step may change them
+        write         set a piece: the whole `weight`, also in the engine's precision, and `moments`
+                      as read() has them
+        copy          the weight that the model computes with; None where it is the optimizer's own,
+                      or not here whole
+        decays        current weight decay of each piece's optimizer group; None where this rank
+                      updates none of it
+        scalars       Adam's step; in fp16 also loss_scale, good_steps since it last changed, and
+                      hysteresis
+        set_scalars   after the pieces; the loss scale starts afresh where the checkpoint's
+                      precision had none
     """
 
     pieces: list[Piece]
@@ -109,9 +117,11 @@ class Engine:
     """One system that trains the plan's GPT, from the initial state; collective over all ranks.
 
     modules     this rank's part of the model
-    settings    file name -> JSON of the settings that the library received; written to the run folder
+    settings    file name -> JSON of the settings that the library received; written to the run
+                folder
     states      weights and optimizer, for checkpoints to read and write
-    path        whether its kernels are fused, why, and how attention is computed; for the log's first lines
+    path        whether its kernels are fused, why, and how attention is computed; for the log's
+                first lines
     """
 
     modules: Sequence[torch.nn.Module]

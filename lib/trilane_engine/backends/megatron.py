@@ -233,7 +233,9 @@ def _distributed(
 
 
 def _layout(ddp: DistributedDataParallelConfig, chunk: nn.Module) -> dict[str, Any]:
-    """Where parameters lie in DDP's buffers, which megatron-core's optimizer of 0.18 on computes."""
+    """Where parameters lie in DDP's buffers, which megatron-core's optimizer of 0.18 on
+    computes.
+    """
     compute = getattr(DistributedOptimizer, "compute_full_param_layout", None)
     if compute is None or not ddp.use_distributed_optimizer:
         return {}

@@ -13,9 +13,9 @@ from trilane.costmodel.constants import Constants
 from trilane_engine.world import World
 
 COPY_BYTES = 2**28  # far beyond the caches
-# (rows, inner, columns) of two matmuls as a GPT has them. On a card tokens x hidden size x a quarter
-# of the MLP (tp 4): four sequences of 2048 at hidden size 8192, two at 12288. On a core a small
-# GPT's MLP and a larger one's.
+# (rows, inner, columns) of two matmuls as a GPT has them. On a card tokens x hidden size x a
+# quarter of the MLP (tp 4): four sequences of 2048 at hidden size 8192, two at 12288. On a core a
+# small GPT's MLP and a larger one's.
 CARD = ((8192, 8192, 8192), (4096, 12288, 12288))
 CORE = ((1024, 256, 1024), (2048, 1024, 4096))
 

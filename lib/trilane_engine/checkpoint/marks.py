@@ -14,7 +14,9 @@ from trilane.workspace.fingerprints import SKETCHES, Box, Mark, planes, sides, w
 
 
 def mark(part: torch.Tensor, box: Box) -> Mark:
-    """The Mark of `part`, the part `box` of its tensor; from a GPU only a few numbers are copied."""
+    """The Mark of `part`, the part `box` of its tensor; from a GPU only a few numbers
+    are copied.
+    """
     if len(box) == 3:
         return functools.reduce(operator.add, map(mark, part, planes(box)))
     (first, end), (left, right) = sides(box)

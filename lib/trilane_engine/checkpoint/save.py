@@ -56,7 +56,8 @@ class Saved:
         if self.problem:
             return f"{self.name} could not be saved: {self.problem}"
         size = f"{self.bytes / 1e6:.1f} MB in {self.seconds:.2f} s"
-        return f"saved {checkpoints.FOLDER}/{self.name} ({size}, training stopped for {self.stall_s:.2f} s)"
+        stall = f"training stopped for {self.stall_s:.2f} s"
+        return f"saved {checkpoints.FOLDER}/{self.name} ({size}, {stall})"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -142,7 +142,9 @@ def read_in(source: Path, out: Path, plan: Plan, iteration: int) -> str:
 
 
 def _tensor(index: megatron.Index, key: str, box: Box) -> torch.Tensor:
-    """The part `box` of a tensor, fp32; ValueError that names the tensor where a chunk is damaged."""
+    """The part `box` of a tensor, fp32; ValueError that names the tensor where a chunk
+    is damaged.
+    """
     try:
         return assemble(index.folder, index.chunks[key], "weight", box, _read_saved)
     except Exception as error:  # whatever a damaged archive makes of torch.load

@@ -63,7 +63,9 @@ def documents(source: str) -> Iterator[str]:
 
 
 def stdlib() -> Iterator[str]:
-    """Python's standard library, a document per file, packages included, up to BUILT_IN["stdlib"]."""
+    """Python's standard library, a document per file, packages included, up to
+    BUILT_IN["stdlib"].
+    """
     taken = 0
     for path in _modules(Path(sysconfig.get_path("stdlib"))):
         text = path.read_text(encoding="utf-8")

@@ -265,7 +265,9 @@ class Norm(nn.Module):
 
 
 def sum_over_tp(gradient: Tensor) -> Tensor:
-    """The sum of a gradient over tensor-parallel ranks: a hook of a parameter that they hold whole."""
+    """The sum of a gradient over tensor-parallel ranks: a hook of a parameter that they
+    hold whole.
+    """
     whole = gradient.clone(memory_format=torch.contiguous_format)
     dist.all_reduce(whole, group=parallel_state.get_tensor_model_parallel_group())
     return whole

@@ -3,8 +3,9 @@
 It is a subclass of megatron-core's TransformerLayer, made as CLASS(config, submodules,
 layer_number=...), or any module that is made as CLASS(config, layer_number) and maps (S, B, C) to
 (S, B, C): S sequence (this rank's part of it), B microbatch, C hidden size. Before a training each
-rank runs its layers once on random values. Left out: whether values and gradients are right under tensor parallelism, which the losses
-show; a layer itself sums gradients of which each rank has a part.
+rank runs its layers once on random values. Left out: whether values and gradients are right under
+tensor parallelism, which the losses show; a layer itself sums gradients of which each rank has a
+part.
 """
 
 import contextlib

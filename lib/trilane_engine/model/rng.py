@@ -56,7 +56,9 @@ def _state(text: str) -> torch.Tensor:
 
 
 def seed_streams(seed: int) -> None:
-    """Seed both streams of this rank by its stage and replica; megatron-core's groups must exist."""
+    """Seed both streams of this rank by its stage and replica; megatron-core's groups
+    must exist.
+    """
     stage = parallel_state.get_pipeline_model_parallel_rank()
     # each part of a sequence has its own
     replica = parallel_state.get_data_parallel_rank(with_context_parallel=True)

@@ -52,7 +52,7 @@ def require_traceable(plan: Plan) -> None:
     """ValueError for what no trace can run, before anything is built or imported."""
     t = plan.topology
     require_trainable(t)
-    rule = "its optimizer is compiled for the host, and its values move: a trace has tensors without values"
+    rule = "its optimizer is compiled for the host, and its values move: a trace has no values"
     require(t.offload == "none", "offload", t.offload, rule)
     require(t.gpus <= MOST_GPUS, "gpus", t.gpus, f"a trace is of at most {MOST_GPUS}")
 

@@ -1,4 +1,6 @@
-"""One rank of a plan's real engine in a fake world: built, warmed up, and traced over iterations."""
+"""One rank of a plan's real engine in a fake world: built, warmed up, and traced over
+iterations.
+"""
 
 import contextlib
 import functools

@@ -85,7 +85,9 @@ class Recorder(TorchDispatchMode):
         self.begin()
 
     def begin(self) -> None:
-        """Begin an iteration: nothing is counted so far; what is alive and has no kind is a buffer."""
+        """Begin an iteration: nothing is counted so far; what is alive and has no kind
+        is a buffer.
+        """
         self._blocks = [*self._alive.values()]
         for block in self._blocks:
             block.born = 0

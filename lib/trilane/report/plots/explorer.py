@@ -237,7 +237,9 @@ def _speed(pick: Any) -> Any:
 
 
 def _three(**properties: Any) -> Any:
-    """A chart of the rows of the picked plan and of the pins, each as often as it is one of them."""
+    """A chart of the rows of the picked plan and of the pins, each as often as it is
+    one of them.
+    """
     base = chart(**properties).transform_calculate(which=repr(SHOWN)).transform_flatten(["which"])
     return base.transform_filter("{picked: plan_id, A: a, B: b}[datum.which] == datum.id")
 

@@ -71,7 +71,9 @@ def _day(text: str) -> float:
 
 
 def _over_dates(axes: Axes, record: Json) -> None:
-    """Dates on the x axis, and the end of the deadline's day as a line, where there is a deadline."""
+    """Dates on the x axis, and the end of the deadline's day as a line, where there is
+    a deadline.
+    """
     locator = AutoDateLocator(minticks=3, maxticks=7)
     axes.xaxis.set_major_locator(locator)
     axes.xaxis.set_major_formatter(ConciseDateFormatter(locator))
@@ -80,7 +82,9 @@ def _over_dates(axes: Axes, record: Json) -> None:
 
 
 def _fan(axes: Axes, record: Json) -> None:
-    """Bands from quantile to quantile over their dates; the dot is the run without interruptions."""
+    """Bands from quantile to quantile over their dates; the dot is the run without
+    interruptions.
+    """
     start = _day(record["start"])
     tokens = record["fan"]["tokens"]
     low, lower, median, upper, high = np.array(record["fan"]["days"]).T + start
@@ -95,7 +99,9 @@ def _fan(axes: Axes, record: Json) -> None:
 
 
 def _bars(axes: Axes, record: Json, most: int) -> None:
-    """GPU-hours that each cause adds to the iterations, the most first; what adds none is left out."""
+    """GPU-hours that each cause adds to the iterations, the most first; what adds none
+    is left out.
+    """
     hours = {**record["gpu_hours_by_cause"], Cause.ITERATIONS: 0.0}
     # as the table of delays calls it, where the interval of the prediction is part of it
     hours[Cause.PREDICTION] += hours.pop(Cause.SLOWDOWN)

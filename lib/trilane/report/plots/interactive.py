@@ -66,7 +66,9 @@ class Interactive:
 
 
 def chart(rows: Iterable[Mapping[str, Any]] | None = None, **properties: Any) -> Any:
-    """An empty chart of these rows; without them, of those of the chart that it becomes a part of."""
+    """An empty chart of these rows; without them, of those of the chart that it becomes
+    a part of.
+    """
     if rows is None:
         return alt.Chart().properties(**properties)
     return alt.Chart(alt.Data(values=list(rows))).properties(**properties)
@@ -78,6 +80,8 @@ def tooltips(titles: Mapping[str, str]) -> list[Any]:
 
 
 def rounded(value: float, digits: int = 5) -> float:
-    """A number with that many significant digits: a screen shows no more, and a report stays small."""
+    """A number with that many significant digits: a screen shows no more, and a report
+    stays small.
+    """
     short = float(f"{value:.{digits}g}")
     return int(short) if short.is_integer() else short
