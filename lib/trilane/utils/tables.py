@@ -158,7 +158,10 @@ class Record:
 
     def __repr__(self) -> str:
         kind = type(self).__name__
-        text = one_line(self.summary())
+        summary = self.summary()
+        if isinstance(summary, Text):  # without its Markdown
+            summary = html.unescape(re.sub(r"\*\*|`|\\(?=\W)", "", summary))
+        text = one_line(summary)
         most = REPR_CHARACTERS - len(kind) - 3  # of parentheses and an ellipsis
         if len(text) > most:
             text = f"{text[:most]}…"
