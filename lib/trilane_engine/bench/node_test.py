@@ -48,8 +48,10 @@ def place(gpus: int, env: Mapping[str, str]) -> dict[str, str]:
     """This task's rank among those of its node, as torchrun's variables."""
     local = env.get("SLURM_LOCALID", "0")
     tasks = str(gpus or 1)
-    # of this step: an earlier one may still hold its own
+    # of this step, as an earlier one may still hold its own, and of this node, as several may be
+    # one machine
     port = 37 * int(env["SLURM_JOB_ID"]) + 1000 * int(env["SLURM_STEP_ID"])
+    port += int(env.get("SLURM_NODEID", "0"))
     return {
         "RANK": local,
         "WORLD_SIZE": tasks,
