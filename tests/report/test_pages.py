@@ -291,6 +291,7 @@ def test_keys_walk_all_plans_pin_two_and_zoom_the_schedule(explorer: Any, page: 
     assert shown(explorer) == [seen[-2]] * 3
     ticks = explorer.locator(".schedule_group .role-axis-label text")
     whole = {*ticks.all_text_contents()}
+    explorer.locator("svg.marks").focus()
     page.keyboard.press("+")
     page.keyboard.press("+")
     page.wait_for_timeout(300)  # it is drawn after the key
