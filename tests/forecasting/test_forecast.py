@@ -7,7 +7,6 @@ from datetime import date
 
 import numpy as np
 import pytest
-from recorded import compare, numbers_in
 
 from trilane.cli.app import main
 from trilane.config.batch_rampup import parse_ramp
@@ -258,43 +257,3 @@ def command(tmp_path, capsys):
 def test_bad_input_is_one_line_and_exit_code_2(command, given, message):
     code, _, errors = command(given)
     assert code == 2 and message in errors and errors.count("\n") == 1
-
-
-CALENDARS = {
-    "as planned": {},
-    "as planned without a ramp": {"ramp": NO_RAMP, "engine": "megatron"},
-    "soonest": {"adapt": "days", "allocation": 1e6},
-    "cheapest": {"adapt": "gpu_hours", "tokens": 30e9},
-    "ends in its ramp": {"tokens": 5e9, "deadline": "2027-01-04", "price": 2.0},
-    "limits": {"deadline": "2027-06-01", "allocation": 1.4e6, "price": 1.5, "watts": 500.0},
-    "other risks": {
-        "risks": FailureModel(
-            queue_s=3600, spare_nodes=2, repair_hours=48, job_hours=10, write_nodes=4, common=0.5
-        )
-    },
-    "stops": {"failures_per_node_year": 4.0, "spare_nodes": 0, "checkpoint_minutes": 45.0},
-}
-
-
-def test_calendars_are_those_that_were_recorded():
-    """All numbers of a forecast, drawn ones too, and what a person reads of them."""
-    found = {}
-    for name, asked in CALENDARS.items():
-        plan = replace(PLAN, engine=asked.get("engine", PLAN.engine))
-        made = Forecast(
-            request=request(
-                plan=plan, runs=200, **{k: v for k, v in asked.items() if k != "engine"}
-            )
-        )
-        words = ("prediction", "meaning", "shape", "topology", "assumptions")
-        found[name] = {key: value for key, value in made.record.items() if key not in words}
-        found[name] |= {"rows": {what: numbers_in(text) for what, text in made.rows().items()}}
-        found[name] |= {
-            "figures": json.loads(json.dumps(made.figures()).replace("NaN", "null")),
-            "job": made.last.job,
-        }
-        found[name] |= {
-            "means": json.loads(made.to_frame().mean().to_json()),
-            "assumed": made.assumptions.columns["value"],
-        }
-    compare("calendars", found)
