@@ -304,7 +304,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if (error.name or "").startswith("trilane"):
             raise
         # what the command itself imports is installed with it, but for notebooks
-        line = f"{error.name}=missing: is installed by {install_command('notebooks')}"
+        extra = "train" if error.name == "torch" else "notebooks"
+        line = f"{error.name}=missing: is installed by {install_command(extra)}"
         print("trilane:", line, file=sys.stderr)
         return 2
     except (KeyboardInterrupt, click.Abort):

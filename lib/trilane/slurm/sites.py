@@ -28,8 +28,8 @@ SHIPPED = DATA / "sites"
 # InfiniBand's partition keys (NCCL_IB_PKEY), unless the value is read where the job runs; a proxy's
 # password. TOKENIZERS_PARALLELISM is none.
 SECRET = re.compile(
-    r"""(?<!-)\b(\w*(?<!P)(?:KEY|TOKEN|SECRETS?|PASSW(?:OR)?D|PASSPHRASE|CREDENTIALS?)(?:_(?!FILE|PATH|DIR)\w+)?)=
-    """
+    r"(?<!-)\b(\w*(?<!P)(?:KEY|TOKEN|SECRETS?|PASSW(?:OR)?D|PASSPHRASE|CREDENTIALS?)"
+    r"(?:_(?!FILE|PATH|DIR)\w+)?)="
     r"""(?!["']?\$|["']?$)|://[^/@\s]+:[^/@\s]+@""",
     re.IGNORECASE,
 )
