@@ -106,11 +106,6 @@ def require_positive(field: str, value: Any) -> None:
     require(is_number(value) and value > 0, field, value, "must be a number above zero")
 
 
-def require_not_negative(field: str, value: Any) -> None:
-    """Raise ValueError unless `value` is zero or a finite number above."""
-    require(is_number(value) and value >= 0, field, value, "must be zero or a number above")
-
-
 def is_number(value: object) -> bool:
     """Whether the value is a finite number."""
     if isinstance(value, bool) or not isinstance(value, int | float):
