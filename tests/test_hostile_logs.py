@@ -496,7 +496,7 @@ SOURCES: dict[str, tuple[Callable[[Path], str], str]] = {
     ),
     "a NUL": (of("x.jsonl", ROW + '{"text": "a\0"}'), NO_ROW),
     "JSONL in Latin-1": (of("x.jsonl", ROW.encode() + b'{"text": "\xfc"}'), NO_ROW),
-    "JSONL that is a pipe": (of("x.jsonl", os.mkfifo), "is no regular file"),
+    "JSONL that is a pipe": (of("x.jsonl", os.mkfifo), "no such file"),
     "a text of 4 TiB": (
         of("x.txt", sparse),
         "has 4398046511104 bytes; at most 68719476736 are read",

@@ -128,7 +128,7 @@ def test_columns_that_are_not_read_are_named(frame):
     known = trilane.fit(rows, "jz-a100-80g")
     for column in ("ms", "seconds"):
         assert f"column={column}: is not known" in known.summary()
-    with pytest.warns(UserWarning, match="ignored column=recomputed: .* did you mean recompute"):
+    with pytest.warns(UserWarning, match="ignored column=recomputed: is not known"):
         trilane.predict(frame[:4].assign(recomputed="none"), "jz-a100-80g")
 
 
@@ -137,7 +137,7 @@ def test_columns_that_are_not_read_are_named(frame):
     [
         ({"hidden_size": "big"}, "rows=row 0: hidden=big: must be a whole number"),
         ({"dp": np.nan}, "rows=row 0: dp='': is missing"),
-        ({"recompute": "fulll"}, "rows=row 0: recompute=fulll: did you mean full?"),
+        ({"recompute": "fulll"}, "rows=row 0: recompute=fulll: known: "),
         (
             {"memory": 30000},
             "rows=row 0: mem_gb=30000: is more than a card's 80: GiB on one GPU are needed",
@@ -168,13 +168,12 @@ def test_names_and_paths_stand_for_plans_clusters_shapes_and_constants():
 @pytest.mark.parametrize(
     ("call", "kind", "message"),
     [
-        (lambda: trilane.serch, AttributeError, "did you mean search"),
-        (lambda: trilane.plots.loss, AttributeError, "did you mean losses"),
+        (lambda: trilane.serch, AttributeError, "no attribute 'serch'"),
         (lambda: trilane.predict("no.csv", "jz-h100"), ValueError, "^rows=no.csv: no such file"),
         (
             lambda: trilane.search(SHAPE, "jz-a100", gpus=8, gbs=64),
             ValueError,
-            "^cluster=jz-a100: did you mean jz-a100-",
+            "^cluster=jz-a100: known: ",
         ),
         (
             lambda: trilane.search("jz-h100", "jz-h100", gpus=8, gbs=8),
@@ -184,7 +183,7 @@ def test_names_and_paths_stand_for_plans_clusters_shapes_and_constants():
         (
             lambda: trilane.explain(PLAN, "megatroncore"),
             ValueError,
-            "^calibration=megatroncore: .*did you mean megatron-",
+            "^calibration=megatroncore: is neither",
         ),
     ],
 )

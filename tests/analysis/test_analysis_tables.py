@@ -152,4 +152,4 @@ def test_rows_are_sorted_by_any_column_and_what_has_no_value_is_last(folder, cap
     names = [row["source"] for row in json.loads(order)["rows"]]
     assert names == ["a.out", "study/runs/small", "b.log"]
     code, _, error = outcome(capsys, "logs", "table", folder, "--sort", "statas")
-    assert code == 2 and "sort=statas: did you mean status? known: " in error
+    assert code == 2 and "sort=statas: known: " in error

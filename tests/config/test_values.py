@@ -165,7 +165,7 @@ BAD = [
     (lambda: parse_shape("70,14336"), "shape=70,14336: must be five whole numbers"),
     (
         lambda: plan_from_json({**plan().to_json(), "topolgy": 1}),
-        "plan field=topolgy: did you mean topology? known: ",
+        "plan field=topolgy: known: ",
     ),
 ]
 

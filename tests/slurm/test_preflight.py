@@ -166,7 +166,7 @@ REFUSED = {
     "data": (plan(data={"source": "/shared/nothing"}), A100, "/shared/nothing: no such file", {}),
     "internet": (plan(data={"tokenizer": "gpt2"}), A100, "tokenizer gpt2 is not a folder here", {}),
     "spares": (plan(), A100, "spares=3: must be at most the nodes that train (2)", {"spares": 3}),
-    "partition": (plan(), A100, "did you mean gpu_p5", {"partition": "gpu_p4"}),
+    "partition": (plan(), A100, "known: gpu_p5", {"partition": "gpu_p4"}),
     "label": (replace(plan(), label="$(id)"), A100, "must consist of letters", {}),
 }
 

@@ -405,21 +405,21 @@ def test_a_hostile_label_is_refused_and_a_hostile_path_is_quoted_never_executed(
         ),
         (
             lambda: JobRequest(launcher="mpirun"),
-            r"^launcher=mpirun: did you mean srun\? known: ft_launcher, srun, torchrun$",
+            r"^launcher=mpirun: known: ft_launcher, srun, torchrun$",
         ),
         (lambda: JobRequest(spares=-1), r"^spares=-1: must be a whole number of at least 0$"),
         (
             lambda: sites.site("jean-zay-a10"),
-            r"^site=jean-zay-a10: did you mean jean-zay-a100\? known: generic",
+            r"^site=jean-zay-a10: known: generic",
         ),
         (lambda: sites.site("nowhere.json"), r"^site=nowhere.json: no such file$"),
         (
             lambda: render(partition="gpu_p4"),
-            r"^partition=gpu_p4: did you mean gpu_p5\? known: gpu_p5, prepost$",
+            r"^partition=gpu_p4: known: gpu_p5, prepost$",
         ),
         (lambda: render(spares=3), r"^spares=3: must be at most the nodes that train \(2\)$"),
         (lambda: render("bench", spares=1), r"^spares=1: template bench does not use it$"),
-        (lambda: render("trian"), r"^template=trian: did you mean train\?"),
+        (lambda: render("trian"), r"^template=trian: known: "),
         (
             lambda: render(topology=Topology(tp=4, dp=3, mbs=1, gbs=3)),
             r"^tp x pp x dp=12: must fill whole nodes of 8",

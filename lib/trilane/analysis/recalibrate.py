@@ -13,8 +13,8 @@ from trilane.costmodel.calibration import Calibration, Configuration
 from trilane.costmodel.measured_rows import MeasuredRow, Skipped, ignored_words, read_rows, stack_of
 from trilane.costmodel.recalibration import Recalibration, recalibrated
 from trilane.logs.written_tables import SUFFIXES
-from trilane.utils.validation import require, with_nearest
-from trilane.workspace.study import Study, load_cluster, studies
+from trilane.utils.validation import require
+from trilane.workspace.study import Study, load_cluster
 
 # the stack of a log of that dialect
 STACKS = {"megatron-2021": "megatron-lm", "megatron-deepspeed-2022": "megatron-deepspeed"}
@@ -27,7 +27,7 @@ def fit_source(source: str, cluster: Cluster) -> Recalibration:
         study = Study(source)
         paths = study.run_folders() or sorted(study.folder.glob("measured.csv"))
     rule = "is neither a file, nor a folder with runs or logs, nor a study with runs"
-    require(bool(paths), "rows", source, with_nearest(rule, source, studies()))
+    require(bool(paths), "rows", source, rule)
     tables = [path for path in paths if path.suffix in SUFFIXES]
     logs = [path for path in paths if path.suffix not in SUFFIXES]
     runs, unread = measure_all(logs, gpu=cluster.gpu if cluster.gpu.kind == "cuda" else None)

@@ -26,7 +26,6 @@ from trilane.utils.validation import (
     require_known,
     require_positive,
     shipped_json,
-    with_nearest,
 )
 from trilane.workspace.study import load_cluster
 
@@ -135,8 +134,7 @@ def ignored_words(source: Source) -> list[str]:
     for columns, table in _tables(source):
         for name in columns:
             if name and name not in read and name not in described:
-                rule = with_nearest("is not known and not read", name, read)
-                lines[f"column={name}: {rule}"] = None
+                lines[f"column={name}: is not known and not read"] = None
         for cells in table:
             engine = cells.get("engine", "")
             if engine and engine not in engines and engine.lower() not in engines:

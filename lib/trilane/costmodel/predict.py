@@ -374,8 +374,7 @@ def predict(
 
         plan = pd.read_csv(io.StringIO(read_text(plan, "rows", MOST_BYTES)))
     for line in ignored_words(plan):
-        if "did you mean" in line:
-            warnings.warn(f"predict: ignored {line}", stacklevel=2)
+        warnings.warn(f"predict: ignored {line}", stacklevel=2)
     names = ("sec_per_it", "sec_lo", "sec_hi", "memory_gib", "oom_probability")
     rows = [_predicted_row(row, calibration) for row in each_row(plan, machine)]
     columns = dict[str, Any]()

@@ -18,8 +18,8 @@ from trilane.costmodel.calibration import Calibration, Configuration, Regime, fr
 from trilane.costmodel.constants import BOUNDS
 from trilane.costmodel.fit import MISFIT, log_constants, row_error, sensitivities
 from trilane.costmodel.measured_rows import MeasuredRow, every_row, usable
-from trilane.utils.validation import from_mapping, require, shipped_json, with_nearest
-from trilane.workspace.study import Study, load_cluster, studies
+from trilane.utils.validation import from_mapping, require, shipped_json
+from trilane.workspace.study import Study, load_cluster
 
 NEWEST = (
     9  # major compute capability of the newest cards with measured rows: later ones count as it
@@ -172,7 +172,6 @@ def calibration_for(cluster: Cluster | str, source: str | Calibration = "") -> C
     else:
         study = Study(source)
         rule = f"is neither a study, nor a JSON file, nor one of the stacks {', '.join(stacks())}"
-        rule = with_nearest(rule, source, [*stacks(), *studies()])
         require(study.folder.is_dir(), "calibration", source, rule)
         constants = whole(study.values("calibration.json", "04_analyze"), source)
     return replace(constants, name=source or cluster.name).on_card(cluster)

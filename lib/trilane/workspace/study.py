@@ -20,13 +20,7 @@ from trilane.utils.folder_lock import FolderLock
 from trilane.utils.numbers import size_text
 from trilane.utils.process import python, run
 from trilane.utils.tables import Record, Text, csv_text
-from trilane.utils.validation import (
-    from_mapping,
-    parse_integers,
-    read_object,
-    require,
-    with_nearest,
-)
+from trilane.utils.validation import from_mapping, parse_integers, read_object, require
 from trilane.workspace.installation import outputs_root, stamp
 from trilane.workspace.run import Run, is_started, write_text
 
@@ -266,11 +260,6 @@ def load_cluster(name: str | Cluster) -> Cluster:
     return cluster.cluster(str(path))
 
 
-def studies() -> list[str]:
-    """The names of the studies that have an index, or results."""
-    return [path.parent.name for path in outputs_root().glob("*/index.html")]
-
-
 def run_folders(names: Iterable[str]) -> list[Path]:
     """The run folders named by paths or studies: a folder with a plan.json, or all below it.
     ValueError where none.
@@ -287,7 +276,6 @@ def run_folders(names: Iterable[str]) -> list[Path]:
             folders.append(path)
             continue
         below = sorted(plan.parent for plan in path.glob("**/plan.json"))
-        rule = with_nearest("no run folder there, and no study of that name", name, studies())
-        require(bool(below), "run", name, rule)
+        require(bool(below), "run", name, "no run folder there, and no study of that name")
         folders += below
     return folders

@@ -6,7 +6,6 @@ from importlib import import_module
 from typing import Any
 
 from trilane.utils.hooks import hook
-from trilane.utils.validation import with_nearest
 
 SUBJECTS = ("explorer", "forecast", "losses", "planning", "runs")
 
@@ -16,6 +15,5 @@ def __getattr__(name: str) -> Any:
     if name == "hang_grid":
         return hook(name)
     if name not in SUBJECTS:
-        hint = with_nearest(f"module {__name__!r} has no attribute {name!r}", name, SUBJECTS)
-        raise AttributeError(hint)
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return import_module(f"{__name__}.{name}")
