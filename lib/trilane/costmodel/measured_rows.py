@@ -5,7 +5,6 @@ measurements.
 import contextlib
 import functools
 import math
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -30,9 +29,6 @@ from trilane.utils.validation import (
 from trilane.workspace.study import load_cluster
 
 NEEDED = ("tp", "pp", "dp", "mbs", "gbs", "layers", "hidden", "heads", "seq", "vocab_size")
-# What a column of a hand-written table (data/table_columns.json) is called here.
-RENAMED = {"time": "sec_per_it", "mem": "mem_gb", "vocab": "vocab_size"}
-WRITTEN = {name: written for written, name in RENAMED.items()}
 Source = Any  # a CSV or Markdown file by its path, or rows as a pandas DataFrame
 MOST_BYTES = 1 << 26  # of a file of rows
 
@@ -151,16 +147,16 @@ def columns_read() -> list[str]:
 
 
 def _tables(source: Source) -> Iterator[tuple[list[str], list[dict[str, str]]]]:
-    """Of each table the names of its columns, and its rows: cells by these names, and `row_id`,
-    `problem`, `beyond`.
+    """Of each table the names of its columns, and its rows: cells by these names, and `row_id` and
+    `beyond`.
     """
     is_file = isinstance(source, str | Path)
+    # as results' own frames name them
+    renamed = {**shipped_json("row_columns")["names"], "memory_gib": "mem_gb"}
     for header, body in _tables_of_file(Path(source)) if is_file else [_table_of_frame(source)]:
-        columns = _columns([name.strip() for name in header])
-        numbers = list(written_tables.rows(header, body))
-        problems = dict[int, str]()
-        for row, contradictions in zip(numbers, written_tables.wrong(numbers), strict=True):
-            problems[row.line] = next(iter(contradictions.values()), "")
+        columns = [renamed.get(name.strip(), name.strip()) for name in header]
+        for name in columns:
+            require(not name or columns.count(name) == 1, "column", name, "is there twice")
         table = []
         for line, texts in body:
             if is_file and not any(texts):
@@ -170,27 +166,26 @@ def _tables(source: Source) -> Iterator[tuple[list[str], list[dict[str, str]]]]:
             else:
                 place = f"row {source.index[line]}"
             cells = {"row_id": place}
-            for (name, unit), text in zip(columns, texts, strict=False):
+            for name, text in zip(columns, texts, strict=False):
                 if name != "row_id" or text:
-                    cells[name] = _text(name, unit, text)
-            cells["problem"] = problems.get(line, "")
+                    cells[name] = text.strip()
             cells["beyond"] = " ".join(texts[len(columns) :]).strip()
             table.append(cells)
-        yield [name for name, _ in columns], table
+        yield columns, table
 
 
-def _tables_of_file(path: Path) -> list[tuple[list[str], written_tables.Lines]]:
+def _tables_of_file(path: Path) -> list[written_tables.Table]:
     lines = read_text(path, "rows", MOST_BYTES).splitlines()
     if path.suffix == ".md":
-        tables = written_tables.tables(lines, ".md")
-        measured = [table for table in tables if written_tables.measures(table[0])]
+        every = written_tables.tables(lines, ".md")
+        tables = [table for table in every if "sec_per_it" in table[0]]
     else:
-        measured = list(written_tables.tables(lines, ".csv"))
-    require(bool(measured), "rows", path, "holds no table of measured rows")
-    return measured
+        tables = list(written_tables.tables(lines, ".csv"))
+    require(bool(tables), "rows", path, "holds no table of measured rows")
+    return tables
 
 
-def _table_of_frame(frame: Any) -> tuple[list[str], written_tables.Lines]:
+def _table_of_frame(frame: Any) -> written_tables.Table:
     """The columns of a DataFrame, and its cells as a file has them: "" for NaN and None."""
     body = []
     cells = frame.astype(object).where(frame.notna(), "")
@@ -198,44 +193,6 @@ def _table_of_frame(frame: Any) -> tuple[list[str], written_tables.Lines]:
         # pandas writes a date with its midnight
         body.append((number, [one_line(str(cell)).removesuffix(" 00:00:00") for cell in row]))
     return [str(name) for name in frame], body
-
-
-def _columns(header: list[str]) -> list[tuple[str, str | None]]:
-    """The documented name of each column; of one of a hand-written table also the unit, else None.
-
-    Raises ValueError for a column that is there twice, and for one in an unknown unit, which would
-    count as one in the column's own.
-    """
-    read = columns_read()
-    documented = {*read, *shipped_json("row_columns")["describe"]}
-    columns = dict[str, str | None]()
-    for heading in header:
-        require(not heading or header.count(heading) == 1, "column", heading, "is there twice")
-        written, unit = written_tables.column(heading)
-        name = RENAMED.get(written, written)
-        is_new = name in read and name not in header and name not in columns
-        if heading in documented or not is_new:
-            # several empty headings are several columns
-            columns[heading or f" {len(columns)}"] = None
-            continue
-        number = written_tables.number(WRITTEN.get(name, name), "1", unit)
-        rule = "its unit is not known"
-        is_clear = not math.isnan(number)
-        if name == "sec_per_it":
-            rule = "seconds of an iteration stand in sec_per_it"
-            is_clear &= unit != "?" and not re.fullmatch(r"[a-z_]+", heading)
-        require(is_clear, "column", heading, rule)
-        columns[name] = unit
-    return list(columns.items())
-
-
-def _text(name: str, unit: str | None, text: str) -> str:
-    """A cell, of a hand-written table its number in the unit of the column."""
-    if unit is not None:
-        number = written_tables.number(WRITTEN.get(name, name), text, unit)
-        if not math.isnan(number):
-            return f"{number:.12g}"
-    return text.strip()
 
 
 @functools.cache
@@ -337,7 +294,6 @@ def _row(cells: Mapping[str, str], machine: Cluster, file: str) -> MeasuredRow:
         duplicate_of=cells.get("duplicate_of", ""),
         file=file,
         site=cells.get("cluster", ""),
-        problem=cells["problem"],
     )
 
 
