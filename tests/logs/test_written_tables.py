@@ -52,7 +52,9 @@ def test_each_measured_row_is_a_run(tmp_path):
     ],
 )
 def test_a_cell_is_a_number_in_the_unit_of_its_column_or_none(name, text, value):
-    assert number(name, text) == pytest.approx(float("nan") if value is None else value, nan_ok=True)
+    assert number(name, text) == pytest.approx(
+        float("nan") if value is None else value, nan_ok=True
+    )
 
 
 def test_a_table_without_rows_and_a_cell_without_an_end_are_refused(tmp_path):
