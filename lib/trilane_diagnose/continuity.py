@@ -3,10 +3,9 @@ logs do not show.
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import ClassVar, NamedTuple
 
 import numpy as np
@@ -18,15 +17,12 @@ from trilane.logs.run import RunLog
 from trilane.utils.tables import DataFrame, Record, one_line
 from trilane.utils.validation import shipped_json
 
-# Quantities and findings in words.
-WORDS: Mapping[str, str] = shipped_json("restart_causes")["words"]
-# findings that several causes can have
-OPEN = ("loss-level", "gradient-scale", "gradient-level", "rate-level", "another-schedule")
-LEVELS = ("lm_loss", "grad_norm")
-ZERO_IS_A_VALUE = ("learning_rate", "skipped", "consumed_samples")
+# Quantities and causes in words.
+WORDS: Mapping[str, str] = shipped_json("restart_causes")
+ZERO_IS_A_VALUE = ("learning_rate", "consumed_samples")
 LEAST, MOST = 1e-18, 1e18  # numbers outside are damaged
 ONCE = 4.0  # of robust noise: a restart is one place, where SIGMAS is for ten thousand lines
-FEWEST = 12  # lines before a restart by which loss and gradient norm are judged
+FEWEST = 12  # lines before a restart by which the loss is judged
 FEWEST_AFTER = 3
 MEDIAN_VARIANCE = math.pi / 2  # of a median, relative to that of a mean
 SAME = 0.01  # relative: rounding of printed values
@@ -37,12 +33,11 @@ UNSEEN = (
 
 
 class Found(NamedTuple):
-    """A cause, the new line that differs first, the value expected there, a detail."""
+    """A cause, the new line that differs first, the value expected there."""
 
     cause: str
     place: int
     expected: float
-    detail: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,10 +57,9 @@ class Break(Record):
     """What a restart did not continue: the last line before it, the first one after it that
     differs, and why.
 
-    quantity, cause     keys of WORDS: what is seen; a cause where a test separates it (`detail`)
+    quantity, cause     keys of WORDS: what is seen; a "-level" where several causes may lead to it
     expected            what the course before leads to at the line `after`
     size                the value relative to that
-    excluded, possible  else the causes that other quantities exclude, with why, and the others
     """
 
     DERIVED: ClassVar = ("size", "sentence")
@@ -75,9 +69,6 @@ class Break(Record):
     before: Line
     after: Line
     expected: float
-    detail: str = ""
-    excluded: tuple[str, ...] = ()
-    possible: tuple[str, ...] = ()
 
     @property
     def size(self) -> float | None:
@@ -89,14 +80,7 @@ class Break(Record):
     def sentence(self) -> str:
         where = f"restart at iteration {self.restart}: {WORDS[self.quantity]}"
         size = f"{self.expected:.6g} expected, {change(self.after.value, self.expected)}"
-        parts = [f"{where}: {self.before}, {self.after} ({size})", WORDS[self.cause]]
-        if self.detail:
-            parts.append(self.detail)
-        if self.excluded:
-            parts.append(f"excluded: {', '.join(self.excluded)}")
-        if self.possible:
-            parts.append(f"possible: {' | '.join(self.possible)}")
-        return one_line("; ".join(parts))
+        return one_line(f"{where}: {self.before}, {self.after} ({size}); {WORDS[self.cause]}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,58 +103,29 @@ def find_breaks(logs: Sequence[RunLog]) -> Continuity:
         find_breaks([read_log("part1.log"), read_log("part2.log")]).summary()
 
     Left out: what changes without a restart (see find_spikes), a schedule that bends right at the
-    restart, a loss that is lower unless iterations were repeated, and trainings whose iteration
-    numbers begin again.
+    restart, a loss that is lower unless iterations were repeated, gradient norms and loss scales,
+    and trainings whose iteration numbers begin again.
     """
     restarts: Sequence[Restart] = ()
     if any(log.first_iteration is not None for log in logs):
         restarts = join(logs).restarts
     breaks = []
-    unjudged: dict[str, None] = {}
+    unjudged = []
     for restart in map(Boundary, restarts):
-        broken = {}
-        continued = []
+        missing = []
         for name, rule in RULES.items():
-            if not restart.has(name):
+            if not restart.shows(name):
+                missing.append(WORDS[name])
                 continue
             found = rule(restart, restart.column(name))
             if found:
-                broken[name] = found
-            elif name not in LEVELS or restart.has_course:
-                continued.append(name)
-        for name, found in broken.items():
-            one = restart.broken(name, found)
-            breaks.append(_explained(one, continued, restart) if one.cause in OPEN else one)
-        unjudged |= dict.fromkeys(_unjudged(restart))
+                breaks.append(restart.broken(name, found))
+        if missing:
+            where = f"the restart at iteration {restart.restart.iteration}"
+            unjudged.append(f"{', '.join(missing)} (too few lines on a side of {where})")
     if restarts:
-        unjudged[UNSEEN] = None
+        unjudged.append(UNSEEN)
     return Continuity(restarts=len(restarts), breaks=tuple(breaks), unjudged=tuple(unjudged))
-
-
-def _explained(broken: Break, continued: Sequence[str], restart: "Boundary") -> Break:
-    """The break with the causes that it excludes together with the quantities that go on as before,
-    and the others.
-    """
-    # the first line alone is off by more than noise: nothing that an optimizer does has changed it
-    recent = restart.before(broken.quantity)[-64:]
-    size = abs(broken.size or 1.0)
-    at_once = restart.every <= 1 and broken.after.iteration == broken.restart
-    if math.isfinite(size):
-        at_once &= abs(math.log(size)) > ONCE * noise(np.log(np.maximum(recent, 1e-300)))
-    excluded = []
-    possible = []
-    # loss and gradient norm of the first step are computed before an optimizer changes anything
-    for cause in shipped_json("restart_causes")["causes"]:
-        if broken.quantity not in cause["breaks"]:
-            continue
-        whole = [WORDS[name] for name in cause["always"] if name in continued]
-        if whole:
-            excluded.append(f"{cause['cause']} ({whole[0]} goes on)")
-        elif at_once and broken.quantity not in cause["at_once"]:
-            excluded.append(f"{cause['cause']} (acts after the first step)")
-        else:
-            possible.append(cause["cause"])
-    return replace(broken, excluded=tuple(excluded), possible=tuple(possible))
 
 
 class Column(NamedTuple):
@@ -178,7 +133,6 @@ class Column(NamedTuple):
     them.
     """
 
-    name: str
     at: np.ndarray
     values: np.ndarray
     at_new: np.ndarray
@@ -204,18 +158,15 @@ class Boundary:
         if not all(name in log.iterations for log in self.restart.logs):
             before = before.iloc[:0]
             after = after.iloc[:0]
-        return Column(name, *_numbers(before, name), *_numbers(after, name))
+        return Column(*_numbers(before, name), *_numbers(after, name))
 
-    def has(self, name: str) -> bool:
-        """Whether both sides print the column."""
+    def shows(self, name: str) -> bool:
+        """Whether both sides have as many lines of the column as its rule needs."""
         column = self.column(name)
+        if name == "lm_loss":
+            past = int((column.at < self.restart.iteration).sum())
+            return past >= FEWEST and len(column.at_new) >= FEWEST_AFTER
         return len(column.at) > 0 and len(column.at_new) > 0
-
-    @property
-    def has_course(self) -> bool:
-        """Whether there are lines enough to judge a loss or a gradient norm."""
-        lines = int((self.restart.before["iteration"] < self.restart.iteration).sum())
-        return lines >= FEWEST and len(self.restart.after) >= FEWEST_AFTER
 
     def before(self, name: str) -> np.ndarray:
         """The values up to that of the first iteration after the restart, else of the last one
@@ -227,7 +178,7 @@ class Boundary:
 
     def differs(self, name: str) -> bool:
         """Whether the first value of a column after the restart is another one."""
-        if not self.has(name):
+        if not self.shows(name):
             return False
         return abs(self.column(name).new[0] / self.before(name)[-1] - 1) > SAME
 
@@ -235,7 +186,7 @@ class Boundary:
         """The Break of a column, against the last line before the restart."""
         column = self.column(name)
         last = max(int(np.searchsorted(column.at, self.restart.iteration)) - 1, 0)
-        old, new = map(_name, self.restart.logs)
+        old, new = (log.source.name for log in self.restart.logs)
         place = found.place
         return Break(
             quantity=name,
@@ -246,36 +197,14 @@ class Boundary:
                 log=new, iteration=int(column.at_new[place]), value=float(column.new[place])
             ),
             expected=float(found.expected),
-            detail=found.detail,
         )
-
-
-def _name(log: RunLog) -> str:
-    """Of a log; that of a run folder has the folder's name."""
-    if log.source.name == "run.log":
-        return str(Path(*log.source.parts[-2:]))
-    return log.source.name
-
-
-def _unjudged(restart: Boundary) -> Iterator[str]:
-    iteration = restart.restart.iteration
-    where = f"restart at iteration {iteration}"
-    missing = [WORDS[name] for name in RULES if not restart.has(name)]
-    if missing:
-        yield f"{', '.join(missing)} (not printed on both sides of the {where})"
-    if not restart.has_course:
-        yield f"loss, gradient norm (too few lines at the {where})"
-    at = restart.restart.before["iteration"]
-    last = at[at < iteration].max()
-    if iteration - last > restart.every:
-        yield f"iterations {last + 1:.0f} to {iteration - 1} (in no log)"
 
 
 def _rate(restart: Boundary, column: Column) -> Found | None:
     """The learning rate against the schedule before it, continued by its slope beyond the last
     iteration.
     """
-    _, at, values, at_new, new = column
+    at, values, at_new, new = column
     beyond = np.maximum(at_new - at[-1], 0.0)
     slope = _slope(at[-8:], values[-8:])
     slope_new = _slope(at_new[:8], new[:8])
@@ -324,50 +253,24 @@ def _consumed(restart: Boundary, column: Column) -> Found | None:
     cause = "data-replayed" if value < expected else "data-skipped"
     if value <= 1.5 * min(restart.every, first) * batches[-1]:
         cause = "data-from-start"
-    return Found(cause, 0, expected, f"{abs(value - expected):.0f} samples")
+    return Found(cause, 0, expected)
 
 
-def _scale(restart: Boundary, column: Column) -> Found | None:
-    """The loss scale: it moves by a factor of 2 on its own, down also by one for each skipped
-    iteration.
+def _batch(restart: Boundary, column: Column) -> Found | None:
+    """The batch size: the value before the restart, or the next step of a ramp-up.
+
+    A ramp-up grows by about the factor of its steps, which falls or stays.
     """
-    before = restart.before("loss_scale")
-    old = before[-1]
-    new = column.new[0]
-    skipped = restart.column("skipped").new
-    down = min(64.0, skipped[0]) if len(skipped) else 0.0
-    step = max(_largest_step(before), _largest_step(column.new))
-    if 1 / (4 * 2**down) < new / old < max(4.0, 2 * step):
-        return None
-    # Megatron begins at 2^32, DeepSpeed at 2^16, where no argument says otherwise
-    given = restart.restart.logs[1].arguments.get("initial_loss_scale")
-    cause = "loss-scale-lost"
-    if 1.0 in (old, new):
-        cause = "precision-changed"
-    elif new in (before[0], given, 2.0**16, 2.0**32):
-        cause = "loss-scale-initial"
-    return Found(cause, 0, old)
-
-
-def _size(restart: Boundary, column: Column) -> Found | None:
-    """Batch size or sequence length: the value before the restart, or the next step of those seen.
-
-    A ramp-up or curriculum grows by about the factor of its steps, which falls or stays.
-    """
-    before = restart.before(column.name)
+    before = restart.before("global_batch_size")
     old = before[-1]
     new = column.new[0]
     most = (1 + SAME) * max(_largest_step(before), _largest_step(column.new)) ** 1.5
-    planned = restart.restart.logs[1].arguments.get("rampup_batch_size")
-    if column.name == "global_batch_size" and planned not in (None, "None"):
+    if restart.restart.logs[1].arguments.get("rampup_batch_size") not in (None, "None"):
         most = math.inf
     if 1 - SAME < new / old < most:
         return None
-    grows = bool((np.diff(column.new) > 0).any())
     cause = "batch-changed"
-    if column.name == "seq_length":
-        cause = "sequence-length"
-    elif new < old and (grows or new == before[0]):
+    if new < old and ((np.diff(column.new) > 0).any() or new == before[0]):
         cause = "ramp-up-restarted"
     return Found(cause, 0, old)
 
@@ -377,90 +280,59 @@ def _largest_step(values: np.ndarray) -> float:
     return float((values[1:] / values[:-1]).max(initial=1.0))
 
 
-def _moved(restart: Boundary, column: Column, least: float) -> tuple[float, float]:
-    """The expected ln(value), and by how much the lines after the restart lie off it; 0.0 where
-    that is noise.
+def _loss(restart: Boundary, column: Column) -> Found | None:
+    """The loss against that of the same iterations where they were repeated, else of those before.
+
+    An untrained model's is known where the log before begins with the training.
+    """
+    expected, moved = _moved(restart, column)
+    if not moved:
+        return None
+    level = math.exp(expected)
+    new = column.new
+    untrained = column.values[0] if column.at[0] <= 2 * restart.every else 0.0
+    if level < 0.85 * untrained and new[0] > 0.93 * untrained:
+        return Found("weights-not-loaded", 0, level)
+    # the first line that is half as far off, by the logarithm, as the lines after the restart
+    place = int(np.argmax(np.log(new / level) * np.sign(moved) > 0.5 * abs(moved)))
+    return Found("loss-level", place, level)
+
+
+def _moved(restart: Boundary, column: Column) -> tuple[float, float]:
+    """The expected ln(loss), and by how much the lines after the restart lie off it; 0.0 where that
+    is noise.
 
     Where three iterations were repeated, the same data before and after are compared. Else the rise
     of the median of 8 lines over that of the 32 before, against the largest rise that the training
     made on its own: a loss falls by itself, so that only a rise counts. Left out: a rise hidden by
     earlier ones as large.
     """
-    at = column.at[column.values > 0]
-    old = np.log(column.values[column.values > 0])
-    at_new = column.at_new[column.new > 0]
-    new = np.log(column.new[column.new > 0])
-    _, repeated, originals = np.intersect1d(at_new, at, return_indices=True)
+    old = np.log(column.values)
+    new = np.log(column.new)
+    _, repeated, originals = np.intersect1d(column.at_new, column.at, return_indices=True)
     if len(repeated) >= FEWEST_AFTER:
         off = new[repeated] - old[originals]
         middle = float(np.median(off[:8]))
         error = noise(off) * math.sqrt(MEDIAN_VARIANCE / len(off[:8]))
-        is_noise = abs(middle) <= max(least, SIGMAS * error)
+        is_noise = abs(middle) <= max(SAME, SIGMAS * error)
         return float(old[originals[0]]), 0.0 if is_noise else middle
-    past = pd.Series(old[at < restart.restart.iteration])
+    past = pd.Series(old[column.at < restart.restart.iteration])
     lines = min(8, len(new))
-    if len(past) < FEWEST or lines < FEWEST_AFTER:
-        return 0.0, 0.0
     level = past.rolling(32, min_periods=FEWEST // 2).median()
     own_rise = float((past.rolling(lines).median() - level.shift(lines)).max())
     rise = float(np.median(new[:lines])) - level.iloc[-1]
     # of both medians
     error = math.sqrt(MEDIAN_VARIANCE / lines + MEDIAN_VARIANCE / min(32, len(past)))
     error *= noise(past.tail(64).to_numpy())
-    is_noise = rise <= max(least, 1.5 * own_rise, ONCE * error)
+    is_noise = rise <= max(SAME, 1.5 * own_rise, ONCE * error)
     return float(past.tail(3).median()), 0.0 if is_noise else rise
-
-
-def _loss(restart: Boundary, column: Column) -> Found | None:
-    expected, moved = _moved(restart, column, SAME)
-    if not moved:
-        return None
-    level = math.exp(expected)
-    old = column.values
-    new = column.new
-    size = restart.restart.logs[1].arguments.get("padded_vocab_size")
-    untrained = math.log(size) if isinstance(size, int) else 0.0
-    if column.at[0] <= 2 * restart.every:
-        untrained = float(old[0])
-    if level < 0.85 * untrained and new[0] > 0.93 * untrained:
-        detail = f"an untrained model's is about {untrained:.4g}"
-        return Found("weights-not-loaded", 0, level, detail)
-    # only losses that equal those from iteration k on, to the last digit, show k
-    for k in reversed(range(len(old) - 2)):
-        if len(new) > 2 and (old[k : k + 3] == new[:3]).all():
-            return Found("older-checkpoint", 0, level, f"from iteration {column.at[k]:.0f} on")
-    return Found("loss-level", _first(new, level, moved), level)
-
-
-def _gradient(restart: Boundary, column: Column) -> Found | None:
-    """The gradient norm; one that changes with the loss, or with the batch size, is no finding of
-    its own.
-    """
-    expected, moved = _moved(restart, column, math.log(2))
-    if not moved or restart.differs("global_batch_size"):
-        return None
-    if restart.has("lm_loss") and _loss(restart, restart.column("lm_loss")):
-        return None
-    last_half = column.new[len(column.new) // 2 :]
-    stays = abs(math.log(np.median(last_half)) - expected) > 0.5 * abs(moved)
-    cause = "gradient-scale" if stays else "gradient-level"
-    level = math.exp(expected)
-    return Found(cause, _first(column.new, level, moved), level)
-
-
-def _first(values: np.ndarray, level: float, moved: float) -> int:
-    """The first line that is half as far off, by the logarithm, as the lines after the restart."""
-    return int(np.argmax(np.log(values / level) * np.sign(moved) > 0.5 * abs(moved)))
 
 
 RULES: Mapping[str, Callable[[Boundary, Column], Found | None]] = {
     "learning_rate": _rate,
     "consumed_samples": _consumed,
-    "global_batch_size": _size,
-    "loss_scale": _scale,
-    "seq_length": _size,
+    "global_batch_size": _batch,
     "lm_loss": _loss,
-    "grad_norm": _gradient,
 }
 
 
