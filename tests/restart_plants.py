@@ -1,12 +1,8 @@
 """Restart bugs of the BLOOM chronicles' kind, planted into the real engines from outside, and a
 clean cycle.
-
-`PYTHONPATH=lib python tests/restart_plants.py [KIND ...]` rehearses all of them and the clean
-cycle, and prints a row each, for docs/restarts.md.
 """
 
 import sys
-import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,7 +11,7 @@ from typing import Any
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent / "engine")]
 from parity import machine  # noqa: E402
 from plans import small_plan  # noqa: E402
-from pool import WorkerPool, engine_pool  # noqa: E402
+from pool import WorkerPool  # noqa: E402
 
 from trilane_diagnose import rehearsal as rehearse  # noqa: E402
 from trilane_diagnose.restart import RestartComparison  # noqa: E402
@@ -71,12 +67,10 @@ def data_replayed() -> None:
     from trilane_engine.checkpoint import load
     from trilane_engine.data.samples import SampleLoader
 
-    given, original, load_state, step = (
-        list[Any](),
-        SampleLoader.microbatches,
-        load.load,
-        Megatron.step,
-    )
+    given: list[Any] = []
+    original = SampleLoader.microbatches
+    load_state = load.load
+    step = Megatron.step
 
     def announced(self: SampleLoader, batch: Batch) -> Any:
         given.append(original(self, Batch(number=1, first=0, gbs=batch.gbs)))
@@ -86,7 +80,8 @@ def data_replayed() -> None:
         load_state(checkpoint, *args)
         Megatron.step = lambda self, _, *rest: step(self, given[-1], *rest)  # type: ignore[method-assign]
 
-    SampleLoader.microbatches, loop.load = announced, load_and_change  # type: ignore[method-assign]
+    SampleLoader.microbatches = announced  # type: ignore[method-assign]
+    loop.load = load_and_change
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,7 +111,7 @@ BUGS = {
         topology={"tp": 2, "pp": 2, "sequence_parallel": True},
     ),
     "generators not restored": Bug(plant=generators_forgotten, kind="generators"),
-    "the first samples again": Bug(plant=data_replayed, kind="gradients"),
+    "the first samples again": Bug(plant=data_replayed, kind="not-restored"),
 }
 
 
@@ -148,26 +143,3 @@ def cycle(
     done = rehearse.rehearse(tiny, folder, start)
     assert done.audit, done.problem
     return done.audit
-
-
-def main(kinds: list[str]) -> None:
-    """A row for each bug and for the clean cycle."""
-    with engine_pool() as home, tempfile.TemporaryDirectory() as place:
-        for number, kind in enumerate(kinds or [*BUGS, "none"]):
-            bug = BUGS.get(kind)
-            found = cycle(
-                home, Path(place) / str(number), bug.topology if bug else CLEAN, kind if bug else ""
-            )
-            right = named(bug, found) if bug else not found.findings
-            print(f"| {kind} | {len(found.findings)} | {'yes' if right else 'NO'} |", flush=True)
-            if kinds or not right:
-                print(
-                    *(f"    {f.summary()}" for f in found.findings),
-                    *found.notes,
-                    sep="\n",
-                    file=sys.stderr,
-                )
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])

@@ -7,8 +7,6 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import numpy as np
-
 from trilane.utils.numbers import ranges
 from trilane.utils.tables import DataFrame, Table, frame_of, grouped
 from trilane.utils.validation import DATA, require
@@ -36,8 +34,6 @@ EXAMPLE = (
 DRIFT = 1e-3
 DRIFT_ACROSS_LAYOUTS = 1e-2
 LAST_PLACE = 1e-9  # a schedule that is computed in another order may differ in the last place
-SKETCH_ROUNDING = 2e-3  # relative
-RATE_ROUNDING = 0.01  # of the length of a step
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,9 +102,6 @@ def compare_restart(before: Path, after: Path) -> RestartComparison:
                 own += changed(a, b)
             own += _settings(a, b)
         findings = merged([*findings, *own])
-    # What another step after the load leads to.
-    if all(finding.kind in ("not-restored", "generators") for finding in findings):
-        findings = _after_load(before, after) or findings
     return RestartComparison(
         before=before,
         after=after,
@@ -191,7 +184,8 @@ def changed(before: Snapshot, after: Snapshot) -> Findings:
     gradient that is 0 but for rounding, as a key bias has, Adam scales to the size of any other
     step.
     """
-    drift = DRIFT if _alike(before, after) else DRIFT_ACROSS_LAYOUTS
+    is_alike = before.layout == after.layout and before.precision == after.precision
+    drift = DRIFT if is_alike else DRIFT_ACROSS_LAYOUTS
     for name, kind, ranks, old, new in _marks(before, after):
         size = old.apart(new)
         differs = kind == "weight" and must_decay(name) and size > drift
@@ -201,11 +195,9 @@ def changed(before: Snapshot, after: Snapshot) -> Findings:
             continue
         finding = "not-restored"
         what = f"{kind} is {share(size)} away from what was saved"
-        if kind in ("weight", COPY):
-            default = default_of(name)
-        else:
-            default = None
-        if new.constant(default) and not old.constant(default):
+        default = default_of(name)
+        is_weight = kind in ("weight", COPY)
+        if is_weight and new.constant(default) and not old.constant(default):
             finding = "reset"
             what += f": every element is {new.low:g}, its default"
         yield RestartFinding(kind=finding, tensor=name, ranks=ranks, what=what, size=size)
@@ -220,9 +212,7 @@ def changed(before: Snapshot, after: Snapshot) -> Findings:
 def _marks(
     before: Snapshot, after: Snapshot
 ) -> Iterator[tuple[str, str, tuple[Holder, ...], Mark, Mark]]:
-    """Pairs of marks in both snapshots: of the same rank in the same layout, else of the part, else
-    of the whole.
-    """
+    """Pairs of marks in both snapshots: of a rank's part, else of the whole."""
     kinds = (*KINDS, COPY) if before.precision == after.precision else KINDS
     others = set()
     for (name, box), held in after.holders.items():
@@ -230,12 +220,8 @@ def _marks(
         if not there:
             others.add(name)
             continue
-        if _alike(before, after):
-            part_of = {holder.rank: part for holder, part in there}
-        else:
-            part_of = {}
+        old = there[0][1]
         for holder, part in held:
-            old = part_of.get(holder.rank, there[0][1])
             for kind in kinds:
                 if kind not in part.marks or kind not in old.marks:
                     continue
@@ -250,10 +236,6 @@ def _marks(
         for kind in KINDS:
             if kind in old_marks and kind in marks:
                 yield name, kind, (), old_marks[kind], marks[kind]
-
-
-def _alike(before: Snapshot, after: Snapshot) -> bool:
-    return before.layout == after.layout and before.precision == after.precision
 
 
 def _settings(a: Snapshot, b: Snapshot) -> Findings:
@@ -275,87 +257,3 @@ def _settings(a: Snapshot, b: Snapshot) -> Findings:
             ranks = (holders[rank],) if rank in holders else ()
             what = f"{name} is {new}, it was {old}"
             yield RestartFinding(kind=kind, ranks=ranks, what=what, size=size)
-
-
-def _after_load(before: Path, after: Path) -> list[RestartFinding]:
-    """What differs in the step after a load, where all came back by it, and `before` saved at the
-    load's iteration and at the next, `after` at the next.
-    """
-    saved = {state.iteration: state for state in states("A", before) if not state.loaded}
-    own = {state.iteration: state for state in states("B", after) if not state.loaded}
-    for load in states("B", after):
-        first = saved.get(load.iteration)
-        last = saved.get(load.iteration + 1)
-        other = own.get(load.iteration + 1)
-        if load.loaded and first and last and other and other.path != last.path:
-            start = read_snapshot(first)
-            loaded = read_snapshot(load)
-            if any(changed(start, loaded)) or any(_settings(start, loaded)):
-                return []
-            return list(first_step(start, read_snapshot(last), read_snapshot(other)))
-    return []
-
-
-def first_step(start: Snapshot, usual: Snapshot, other: Snapshot) -> Findings:
-    """What differs in the step of `other` after the load, relative to that of `usual` without it.
-
-    After one step Adam's moments are m = b1 m0 + (1 - b1) g and v = b2 v0 + (1 - b2) g^2 (Kingma
-    and Ba 2015). Sketches are linear in the values: those of m0 and both m give g, and what was
-    kept of m0; with equal moments the weights move equally, times the ratio of the rates. Left out:
-    why gradients differ, and whether a moment was lost or decays by another beta.
-    """
-    names = []
-    for name in start.wholes:
-        if all(set(KINDS) <= s.wholes.get(name, {}).keys() for s in (start, usual, other)):
-            names.append(name)
-    beta1 = usual.optimizer.get("adam_beta1", math.nan)
-    beta2 = usual.optimizer.get("adam_beta2", math.nan)
-    if not names or not 0 < beta1 < 1:
-        return
-
-    def sketches(snapshot: Snapshot, kind: str) -> np.ndarray:
-        return np.ravel([snapshot.wholes[name][kind].sketch for name in names])
-
-    def totals(snapshot: Snapshot) -> np.ndarray:
-        return np.array([snapshot.wholes[name]["exp_avg_sq"].total for name in names])
-
-    m0 = sketches(start, "exp_avg")
-    m_other = sketches(other, "exp_avg")
-    gradient = (sketches(usual, "exp_avg") - beta1 * m0) / (1 - beta1)
-    design = np.stack([m0, gradient], axis=1)
-    kept, added = np.linalg.lstsq(design, m_other, rcond=None)[0]
-    misfit = _misfit(m_other, kept * m0 + added * gradient)
-    second = float(np.max(np.abs(totals(other) / totals(usual) - 1)))
-    w0 = sketches(start, "weight")
-    moved = sketches(usual, "weight") - w0
-    moved_other = sketches(other, "weight") - w0
-    length = float(moved_other @ moved / (moved @ moved or 1.0))
-    if misfit > SKETCH_ROUNDING:
-        kind = "gradients"
-        what = f"the first moment holds other samples, or fewer microbatches ({misfit:.4g})"
-        size = misfit
-    elif abs(kept - beta1) > 0.02 * (1 - beta1) + SKETCH_ROUNDING:  # 2 % of a gradient's share
-        kind = "moments"
-        what = f"the first moment is lost, or has another beta ({kept:.4g})"
-        size = kept
-    elif abs(added / (1 - beta1) - 1) > RATE_ROUNDING:
-        kind = "gradients"
-        size = added / (1 - beta1)
-        what = f"they are a multiple: another mean, or clipping ({size:.4g})"
-    elif second > SKETCH_ROUNDING * (1 - beta2):
-        kind = "moments"
-        what = f"the second moment is lost, or has another beta ({second:.4g})"
-        size = second
-    # the same direction: a twentieth is far above the rounding of sketches
-    elif abs(length - 1) > RATE_ROUNDING and _misfit(moved_other, length * moved) < 0.05:
-        kind = "rate"
-        times = "the weights move as many times as far: another rate, or count of steps"
-        what = f"{times} ({length:.4g})"
-        size = length
-    else:
-        return
-    yield RestartFinding(kind=kind, what=what, size=float(size))
-
-
-def _misfit(values: np.ndarray, fit: np.ndarray) -> float:
-    return float(np.linalg.norm(values - fit) / (np.linalg.norm(values) or 1.0))

@@ -1,7 +1,7 @@
 """Snapshot: the fingerprints of all ranks at one moment, and what is wrong inside one."""
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, reduce
@@ -28,6 +28,12 @@ from trilane_diagnose.stacks import DAMAGED
 
 # Sums in another order differ by rounding: allowed between replicas, relative to the tensor's norm.
 ROUNDING = {"weight": 1e-5, "exp_avg": 1e-3, "exp_avg_sq": 1e-3, COPY: 1e-5}
+# finding: the coordinates that replicas have in common
+REPLICAS = {
+    "tied": ("tp", "dp"),
+    "tensor-replicas": ("pp", "dp"),
+    "data-replicas": ("tp", "pp"),
+}
 # bf16 has 8 bits: a weight and its copy differ by 2e-3; denormal fp16 by somewhat more.
 COPY_ROUNDING = 2e-2
 # of the optimizer, that must come back
@@ -264,31 +270,25 @@ def differing_replicas(snapshot: Snapshot) -> Findings:
     """Ranks whose part of a tensor is not that of most of its replicas along an axis; of equals, of
     the first.
     """
-    # finding: the coordinates that replicas have in common
-    axes = {
-        "tied": ("tp", "dp"),
-        "tensor-replicas": ("pp", "dp"),
-        "data-replicas": ("tp", "pp"),
-    }
-    for held in snapshot.holders.values():
-        for finding, common in axes.items():
-            lines = _lines(held, attrgetter(*common))
+    for finding, axes in REPLICAS.items():
+        coordinates = attrgetter(*axes)
+        lines: dict[tuple[object, ...], list[Held]] = {}
+        for holder, part in snapshot.held:
+            key = (part.name, part.box, coordinates(holder))
+            lines.setdefault(key, []).append((holder, part))
+        for replicas in lines.values():
             for kind in ROUNDING:
-                for replicas in lines:
-                    yield from _apart(snapshot, finding, replicas, kind)
-
-
-def _lines(held: list[Held], coordinates: Callable[[Holder], object]) -> list[list[Held]]:
-    """Those with equal coordinates."""
-    return list(grouped(held, lambda pair: coordinates(pair[0])).values())
+                yield from _apart(snapshot, finding, replicas, kind)
 
 
 def _apart(snapshot: Snapshot, finding: str, replicas: list[Held], kind: str) -> Findings:
     """Of these replicas of a part, those that differ from most of them."""
     marks = [(holder, part.marks[kind]) for holder, part in replicas if kind in part.marks]
+    if not marks:
+        return
     hashes = [mark.hash for _, mark in marks]
+    first, usual = max(marks, key=lambda pair: hashes.count(pair[1].hash))
     for holder, mark in marks:
-        first, usual = max(marks, key=lambda pair: hashes.count(pair[1].hash))
         size = mark.apart(usual)
         if size > ROUNDING[kind]:
             away = f"{kind} is {share(size)} away from that of rank {first.rank}"

@@ -204,18 +204,8 @@ def test_between_two_runs_matrices_count_and_norms_do_not(
 def test_ranks_without_a_fingerprint_are_noted_and_their_tensors_not_compared(
     before: Path, tmp_path: Path
 ) -> None:
-    """TP 2 before, of which one rank left nothing; TP 1 after, where each tensor is whole."""
-    partial = loaded(tmp_path / "partial", prints()[:3])
-    whole = prints(layout=["megatron", 1, 2, 1, 1], world=2)[::2]
-    for pp, fingerprint in enumerate(whole):
-        fingerprint["rank"] = pp
-        for part in fingerprint["parts"]:
-            box = tuple((0, n) for n in MODEL[part["name"]][0])
-            own = {kind: mark(STATE[part["name"], kind], box).to_json() for kind in KINDS}
-            part |= {"box": box, "marks": own}
-    for one, two in ((before, partial), (partial, loaded(tmp_path / "after", whole))):
-        comparison = compare_restart(one, two)
-        assert not comparison.findings and "no fingerprint of ranks 3" in comparison.notes[0]
+    comparison = compare_restart(before, loaded(tmp_path / "partial", prints()[:3]))
+    assert not comparison.findings and "no fingerprint of ranks 3" in comparison.notes[0]
 
 
 def test_the_command_prints_it_in_lines_and_as_json(
@@ -225,14 +215,8 @@ def test_the_command_prints_it_in_lines_and_as_json(
     broken = put(tmp_path / "broken", LOST["a norm reset"][0])
     assert main(["debug", "restart", str(before), str(whole)]) == 0
     assert "nothing is wrong" in capsys.readouterr().out
-    assert main(["debug", "restart", str(before), str(broken)]) == 1
-    first, line, last = capsys.readouterr().out.splitlines()
-    assert first == "compared before/iter_0000010 (saved) with broken (loaded)"
-    assert last == "1 findings"
     assert main(["debug", "restart", str(before), str(broken), "--json"]) == 1
     (finding,) = json.loads(capsys.readouterr().out)["findings"]
-    assert line == f"  reset: {FINAL}, ranks 2-3 (pp 1, dp 0): {finding['what']}"
-    assert finding["what"].endswith("away from what was saved: every element is 1, its default")
     assert finding["ranks"][0] == {"rank": 2, "tp": 0, "pp": 1, "dp": 0}
 
 
@@ -261,56 +245,6 @@ def test_what_cannot_be_compared_is_one_line_and_exit_code_2(
     assert main(["debug", "restart", str(before), str(tmp_path / "B")]) == 2
     error = capsys.readouterr().err
     assert error.startswith("trilane: " + line.format(B=tmp_path / "B")) and error.count("\n") == 1
-
-
-GRADIENT = drawn(5)
-
-
-def adam(
-    gradient: Tensors = GRADIENT,
-    start: Tensors = STATE,
-    lr: float = 1e-3,
-    beta1: float = 0.9,
-    beta2: float = 0.95,
-) -> Tensors:
-    """One step of Adam (Kingma and Ba 2015), without its bias correction."""
-    tensors: Tensors = {}
-    for name in MODEL:
-        w, m, v = (start[name, kind].astype(np.float64) for kind in KINDS)
-        g = gradient[name, "exp_avg"].astype(np.float64)
-        m = beta1 * m + (1 - beta1) * g
-        v = beta2 * v + (1 - beta2) * g * g
-        for kind, x in zip(KINDS, (w - lr * m / (v**0.5 + 1e-8), m, v), strict=True):
-            tensors[name, kind] = x.astype(np.float32)
-    return tensors
-
-
-WITHOUT_MOMENTS = {key: x * (key[1] == "weight") for key, x in STATE.items()}
-STEPS: dict[str, tuple[Tensors, str, float | None]] = {  # the finding, and its size
-    "none": (adam(), "", None),
-    "a rate from zero": (adam(lr=1e-5), "rate", 0.01),
-    "another beta1": (adam(beta1=0.8), "moments", 0.8),
-    "another beta2": (adam(beta2=0.99), "moments", None),
-    "no moments": (adam(start=WITHOUT_MOMENTS), "moments", 0),
-    "other samples": (adam(drawn(10)), "gradients", None),
-    "larger gradients": (adam({k: 1.02 * v for k, v in GRADIENT.items()}), "gradients", 1.02),
-}
-
-
-@pytest.mark.parametrize("name", STEPS)
-def test_what_differs_in_the_step_after_a_load_is_named(
-    name: str, before: Path, tmp_path: Path
-) -> None:
-    """By the fingerprints alone: both runs begin at the same state, and saved after one iteration
-    more.
-    """
-    tensors, kind, size = STEPS[name]
-    more = {"iteration": 11, "consumed_samples": 88, "scalars": {"step": 11.0}}
-    saved(before, prints(adam(), **more), 11)
-    after = saved(loaded(tmp_path / "after", prints()), prints(tensors, **more), 11)
-    findings = compare_restart(before, after).findings
-    assert [finding.kind for finding in findings] == ([kind] if kind else [])
-    assert size is None or findings[0].size == pytest.approx(size, rel=1e-3, abs=1e-4)
 
 
 @pytest.mark.slow
