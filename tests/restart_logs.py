@@ -23,6 +23,9 @@ def cosine(total: int, warmup: int = 40) -> Callable[[float], float]:
     return rate
 
 
+SCHEDULE = cosine(1000)
+
+
 def loss_of(i: float) -> float:
     """Falls from ln(vocabulary) by a power of the iteration."""
     return 2.2 + (math.log(VOCABULARY) - 2.2) * (1 + i / 30) ** -0.45
@@ -35,7 +38,7 @@ class Training:
     """
 
     total: int = 1000
-    rate: Callable[[float], float] = cosine(1000)
+    rate: Callable[[float], float] = SCHEDULE
     batch: Callable[[float], float] = lambda i: 64.0
     loss: Callable[[float], float] = loss_of
     samples: float = 0.0  # more than the iterations consume
