@@ -124,10 +124,8 @@ def tester(
 
 # What a task runs: the test. It prints a line with the end of the test's last; srun's --label may
 # have put its number before. USR1, SLURM's signal before the time limit, would end the test of a
-# healthy node. parts/staging has made this node's copy of the environment.
+# healthy node.
 TASK = """trap "" USR1
-eval "staged=\\"${TRILANE_STAGED:-}\\""
-[[ ! -O $staged || -L $staged || ! -e $staged/ready ]] || PATH=$staged/bin:$PATH
 output=$("$@" 2>&1 </dev/null) && code=0 || code=$?
 echo "TESTED $SLURMD_NODENAME $code ${output##*$'\n'}"
 """

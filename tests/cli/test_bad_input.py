@@ -74,7 +74,6 @@ BAD = [
     ("convert megatron --read job.sh", "cluster=missing: --read needs the cluster"),
     (f"slurm check none.json {SITE}", "plan=none.json: no such file"),
     ("slurm check plan.json", "site=missing: is required"),
-    (f"slurm check plan.json {SITE} --allow diks", "allow=diks: known: "),
     ("slurm watch nowhere --every 0", "every=0.0: must be above 0"),
     (f"slurm chain plan.json c --stages 8:2 {SITE}", "stages="),
     ("logs parse folder", "run=folder: holds no run.log"),

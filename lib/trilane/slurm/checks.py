@@ -1,9 +1,7 @@
-"""What is checked of a plan before a job costs anything: its nodes, limits, storage, time, and what
-it is for.
+"""What is checked of a plan before a job costs anything: its nodes, limits, memory, data,
+storage and time.
 """
 
-import math
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -16,25 +14,20 @@ from trilane.config.plan import Plan
 from trilane.costmodel.predict import IMPOSSIBLE, Prediction, predict
 from trilane.costmodel.trace import trace_of
 from trilane.forecasting.failures import FailureModel, evaluation_s
-from trilane.forecasting.request import TOKENS_PER_PARAMETER
-from trilane.slurm.script import directives, nodes_of
-from trilane.slurm.sites import JobRequest, Site, seconds_of
-from trilane.workspace.checkpoints import checkpoint_bytes, checkpoint_files, found_in
+from trilane.slurm.script import nodes_of
+from trilane.slurm.sites import JobRequest, Site
+from trilane.workspace.checkpoints import checkpoint_bytes, found_in
 from trilane.workspace.continuation import require_continuable
-from trilane.workspace.prepared_corpora import BUILT_IN, unprepared
-from trilane.workspace.run import Run, is_started
+from trilane.workspace.prepared_corpora import BUILT_IN, existing_pair, unprepared
+from trilane.workspace.run import Run
 from trilane.workspace.storage import available
 
 REFUSAL = "refusal"
 WARNING = "warning"
 # where many GPUs would wait for what a laptop could have found
 MANY_GPUS = 32
-# with less than a token a parameter, too
-BENCHMARK_ITERS = 1000
 # what is predicted may take so much longer
 MARGIN = 1.5
-# man sbatch, --signal: 60 s where no time is given, sent up to 60 s earlier
-SIGNAL_S = 60
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,8 +63,8 @@ def warning(rule: str, message: str, remedy: str) -> JobFinding:
 
 @dataclass(frozen=True)
 class JobCheck:
-    """A job before its submission: a plan, the run folder, and its script, edited by
-    hand or not.
+    """A job before its submission: a plan, the run folder, and the script that they render; "" at
+    site `local`.
     """
 
     plan: Plan
@@ -94,26 +87,6 @@ class JobCheck:
     def prediction(self) -> Prediction:
         """Predicted time and memory on these nodes."""
         return predict(self.plan, self.cluster)
-
-    @cached_property
-    def directives(self) -> dict[str, str]:
-        """The script's own #SBATCH options, which are decisive; ValueError where they cannot be
-        read.
-        """
-        return directives(self.script)
-
-    @property
-    def limit_s(self) -> float:
-        """The job's time limit; ten minutes where the script names none, as many sites have it."""
-        return seconds_of(self.directives.get("time", "00:10:00"))
-
-    @property
-    def save_s(self) -> float:
-        """Seconds of a save, by the storage that was measured on the nodes of the job, or of the
-        plan, else by the forecast's bandwidth.
-        """
-        risks = FailureModel().measured(self.cluster).measured(self.plan.cluster)
-        return risks.save_s(checkpoint_bytes(self.plan.shape), self.nodes)
 
     @property
     def evaluation_s(self) -> float:
@@ -143,16 +116,6 @@ class JobCheck:
         """GPUs of each node of the job."""
         return min(self.plan.topology.gpus, self.cluster.gpus_per_node)
 
-    @property
-    def spares(self) -> int:
-        """Nodes that the script asks for beyond those, and can use: a dead one must not end the
-        job.
-        """
-        nodes = self.directives.get("nodes", "")
-        if "no-kill" not in self.directives or not nodes.isdecimal():
-            return 0
-        return max(0, int(nodes) - self.nodes)
-
 
 def nodes(job: JobCheck) -> Findings:
     """The plan's GPUs are the site's, and the topology obeys these nodes."""
@@ -170,10 +133,8 @@ def nodes(job: JobCheck) -> Findings:
         yield refusal("cluster", message, remedy)
     for rule in CLUSTER_RULES:
         if not rule.holds(topology, here):
-            if rule.field == "tp":
-                yield refusal("tp", rule.message(topology, here), f"a tp that divides {width}")
-            else:
-                yield refusal("nodes", rule.message(topology, here), "use fewer GPUs")
+            remedy = "another topology, or fewer GPUs"
+            yield refusal(rule.field, rule.message(topology, here), remedy)
     # torch's is_bf16_supported() is True on a V100, which only emulates it
     has_bf16 = here.gpu.kind != "cuda" or here.gpu.compute_capability >= (8, 0)
     if topology.precision == "bf16" and not has_bf16:
@@ -182,22 +143,21 @@ def nodes(job: JobCheck) -> Findings:
 
 
 def limits(job: JobCheck) -> Findings:
-    """The script's time and GPUs against its QoS, and its account against the site's."""
-    account = job.directives.get("account", "")
+    """The time and GPUs that are asked for against the QoS, and the account against the site's."""
+    account = job.request.account
     ending = job.site.account_ending
     if not account.endswith(ending):
         message = f"account {account or '(none)'} does not end with {ending}"
         yield refusal("account", message, f"--account PROJECT{ending}")
-    qos = job.site.limits(job.directives.get("qos", ""))
+    qos = job.site.limits(job.request.qos)
     if qos is None:
         return
-    if job.limit_s > qos.hours * 3600:
-        hours = f"{job.limit_s / 3600:g} h"
-        if job.limit_s == math.inf:
-            hours = "no time limit"
+    hours = job.request.time_limit_s / 3600
+    if hours > qos.hours:
         remedy = f"ask for {qos.hours:g} h and chain jobs, or for another QoS"
-        yield refusal("qos time", f"{hours}, {qos.name} allows {qos.hours:g} h", remedy)
-    gpus = (job.nodes + job.spares) * job.gpus_per_node
+        message = f"{hours:g} h, {qos.name} allows {qos.hours:g} h"
+        yield refusal("qos time", message, remedy)
+    gpus = (job.nodes + job.request.spares) * job.gpus_per_node
     if gpus > qos.gpus:
         message = f"{gpus} GPUs, {qos.name} allows {qos.gpus}"
         yield refusal("qos gpus", message, "another QoS or a reservation")
@@ -238,69 +198,59 @@ def traced(job: JobCheck) -> Findings:
 
 
 def data(job: JobCheck) -> Findings:
-    """The corpus exists where the job looks for it, and is prepared if it is large; all nodes share
-    what they use.
+    """The corpus exists where the job looks for it, and is prepared if it is large; no folder of a
+    job on several nodes is on a node's own disk; compute nodes need not download a tokenizer.
     """
     # relative paths begin in the run folder of a job; here, in the current folder
     base = job.folder
     if job.site.is_local:
         base = Path()
-    sources = [part.source for part in job.plan.data.parts if part.source not in BUILT_IN]
+    parts = job.plan.data.parts
+    sources = [part.source for part in parts if part.source not in BUILT_IN]
     for source in sources:
         if not any((base / (source + ending)).exists() for ending in ("", ".idx", ".bin")):
             message = f"data.source={source}: no such file, folder or .bin/.idx pair"
             yield refusal("data", message, "name an existing one")
     if not job.site.is_local:
-        for source, size in unprepared(job.plan.data.parts, job.folder).items():
+        for source, size in unprepared(parts, job.folder).items():
             message = f"data.source={source}: {size / 1e9:.3g} GB of text are not prepared, "
             message += f"and {job.nodes} nodes would wait"
             remedy = "`trilane slurm script --template prepare`, and `sbatch` in the run folder"
             yield refusal("corpus", message, remedy)
-    for name in (str(job.folder), job.plan.data.folder, *sources):
-        path = (base / name).resolve()
-        for place in job.site.local:
-            if not path.is_relative_to(place):
-                continue
-            if job.nodes > 1:
+    if job.nodes > 1:
+        for name in (str(job.folder), job.plan.data.folder, *sources):
+            path = (base / name).resolve()
+            for place in filter(path.is_relative_to, job.site.local):
                 message = f"{path} lies below {place}, which is local to each node"
                 yield refusal("shared", message, "move it")
-            elif not job.site.is_local:
-                message = f"{path} lies below {place}, which may differ on the node"
-                yield warning("shared", message, "move it")
+    tokenizer = job.plan.data.tokenizer
+    has_pairs = all(existing_pair(str(base / part.source)) for part in parts)
+    if tokenizer != "bytes" and not has_pairs and not Path(tokenizer).is_dir():
+        message = f"tokenizer {tokenizer} is not a folder here"
+        yield refusal("internet", message, "download it first, and name its folder")
 
 
 def storage(job: JobCheck) -> Findings:
-    """The checkpoints' bytes and inodes are free, and the folder is unused, or its run can be
-    resumed.
+    """The checkpoints' bytes are free, and the folder is unused, or its run can be resumed.
 
     Under a project quota statvfs reports the project's. Left out: quotas by user or group, which
-    only the site's own tools report.
+    only the site's own tools report, and inodes.
     """
     limits = job.plan.run
     place = next(folder for folder in (job.folder, *job.folder.parents) if folder.exists())
-    free_bytes, inodes = available(place)
+    free_bytes, _ = available(place)
     saves = 0
     if limits.save_interval:
         saves = limits.goal // limits.save_interval
     count = min(saves, limits.keep_last or saves) + 1  # and the one being written
     need = count * checkpoint_bytes(job.plan.shape)
-    files = count * checkpoint_files(job.plan.topology.gpus)
-    message = f"checkpoints take up to {need / 1e9:,.1f} GB, {place} has {free_bytes / 1e9:,.1f} GB"
-    fewer = "smaller keep_last, or delete files"
     if need > free_bytes:
-        yield refusal("disk", f"{message} free", fewer)
-    elif need > free_bytes / 2:
-        yield warning("disk", f"{message} free", fewer)
-    if files > inodes:
-        message = f"checkpoints take {files} files, {place} has {inodes:.0f} inodes free"
-        yield refusal("inodes", message, fewer)
+        message = f"checkpoints take up to {need / 1e9:,.1f} GB, "
+        message += f"{place} has {free_bytes / 1e9:,.1f} GB free"
+        yield refusal("disk", message, "smaller keep_last, or delete files")
     folder = job.run.folder
     if job.run.is_completed:
         yield refusal("run folder", f"{folder} holds a completed run", "take a new run folder")
-    elif is_started(folder) and job.run.newest is None:
-        message = f"{folder} holds a run without a checkpoint: its files go to attempts/, "
-        message += "and it starts from iteration 0"
-        yield warning("run folder", message, "take a new run folder to keep both")
     # an earlier link of a chain may have no checkpoint yet
     if not limits.load or found_in(Path(limits.load)):
         try:
@@ -311,73 +261,32 @@ def storage(job: JobCheck) -> Findings:
 
 
 def time(job: JobCheck) -> Findings:
-    """The training ends, or saves a checkpoint, before the job's time limit."""
+    """The training ends, or saves a checkpoint, before the job's time limit; the signal before the
+    limit leaves time for an iteration or evaluation, and for a save.
+    """
     run = job.plan.run
-    limit_s = job.limit_s
+    limit_s = job.request.time_limit_s
     own_s = run.exit_duration_minutes * 60
-    if 0 < limit_s < own_s:
+    if own_s > limit_s:
         message = f"exit_duration_minutes={run.exit_duration_minutes:g} is beyond the limit of "
         message += f"{limit_s / 60:.0f} minutes"
         yield refusal("time", message, "end the run some minutes before the limit")
-    if job.needed_s <= limit_s:
-        return
-    message = f"{run.goal - run.start_iteration} iterations take {job.needed_s / 3600:.1f} h, "
-    message += f"the limit is {limit_s / 3600:.1f} h"
-    interval_s = run.save_interval * job.prediction.sec_per_it
-    if "signal" in job.directives or own_s or 0 < interval_s < limit_s:
-        yield warning("time", message, "submit jobs one after another, as a chain")
-    else:
-        message += ", and no checkpoint is saved before"
-        yield refusal("checkpoints", message, "save_interval, exit_duration_minutes or --signal-s")
-
-
-def signal(job: JobCheck) -> Findings:
-    """The warning before the limit leaves time for the iteration, or evaluation, that goes on, and
-    for a save.
-
-    A job that begins later than its warning comes, or so shortly before that no iteration fits,
-    only saves.
-    """
-    # it ends before, even if predicted too short
-    if job.needed_s * MARGIN <= job.limit_s:
-        return
-    left_s = 0.0
-    if "signal" in job.directives:
-        asked = re.search(r"@(\d+)$", job.directives["signal"])
-        left_s = float(asked[1]) if asked else SIGNAL_S
-    if own_s := job.plan.run.exit_duration_minutes * 60:
-        left_s = max(left_s, job.limit_s - own_s)
+    signal_s = job.request.signal_s
+    if job.needed_s > limit_s:
+        message = f"{run.goal - run.start_iteration} iterations take {job.needed_s / 3600:.1f} h, "
+        message += f"the limit is {limit_s / 3600:.1f} h"
+        interval_s = run.save_interval * job.prediction.sec_per_it
+        if signal_s or own_s or 0 < interval_s < limit_s:
+            yield warning("time", message, "submit jobs one after another, as a chain")
+        else:
+            message += ", and no checkpoint is saved before"
+            remedy = "save_interval, exit_duration_minutes or --signal-s"
+            yield refusal("checkpoints", message, remedy)
+    # by the storage that was measured on the nodes of the job, or of the plan
+    risks = FailureModel().measured(job.cluster).measured(job.plan.cluster)
+    save_s = risks.save_s(checkpoint_bytes(job.plan.shape), job.nodes)
     step_s = job.prediction.sec_per_it + job.evaluation_s
-    need_s = step_s + job.save_s
-    if not 0 < left_s < need_s:
-        return
-    message = f"{left_s:.0f} s before the limit are less than {need_s:.0f} s ({step_s:.0f} s of an "
-    message += f"iteration, {job.save_s:.0f} s of a save, predicted): nothing is saved"
-    # in half minutes
-    remedy = f"--signal-s {math.ceil(max(MARGIN * need_s, SIGNAL_S) / 30) * 30}"
-    if left_s < job.prediction.sec_per_it:
-        yield refusal("signal", message, remedy)
-    else:
-        yield warning("signal", message, remedy)
-
-
-def purpose(job: JobCheck) -> Findings:
-    """The tokens are those of a training of that size, or the run is called a benchmark.
-
-    No published training has fewer than one token a parameter: OPT-175B had 180e9 tokens (Zhang et
-    al. 2022, arXiv:2205.01068), GPT-3 1.7 a parameter, BLOOM 2.1.
-    """
-    plan = job.plan
-    size = job.plan.shape.parameters
-    tokens = plan.samples * plan.shape.seq_length
-    if job.site.is_local or tokens >= size:
-        return
-    what = "no published training has so few"
-    if plan.run.train_iters <= BENCHMARK_ITERS:
-        what = "a benchmark"
-    message = f"{plan.run.train_iters:,} iterations are {tokens / size:.2g} tokens for each of "
-    message += f"{size / 1e9:.3g}B parameters: {what}"
-    samples = math.ceil(TOKENS_PER_PARAMETER * size / plan.shape.seq_length)
-    iterations = plan.run.ramp.iterations(samples, plan.topology.gbs)
-    remedy = f"a training of {TOKENS_PER_PARAMETER:g} tokens a parameter (Chinchilla) takes "
-    yield warning("tokens", message, f"{remedy}train_iters={iterations:,}")
+    if job.needed_s * MARGIN > limit_s and 0 < signal_s < step_s + save_s:
+        message = f"{signal_s} s before the limit are less than {step_s:.0f} s of an iteration "
+        message += f"and {save_s:.0f} s of a save, predicted: nothing is saved"
+        yield warning("signal", message, f"--signal-s {MARGIN * (step_s + save_s):.0f}")

@@ -1,6 +1,4 @@
-"""Job scripts: a template of slurm_templates/ rendered for a plan, a site and a request; #SBATCH
-lines read back.
-"""
+"""Job scripts: a template of slurm_templates/ rendered for a plan, a site and a request."""
 
 import json
 import re
@@ -8,11 +6,10 @@ import shlex
 import sys
 from collections.abc import Mapping
 from dataclasses import replace
-from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
-import jinja2.meta
+import jinja2
 
 from trilane.config import cluster as hardware
 from trilane.config.cluster import Cluster
@@ -25,57 +22,18 @@ from trilane.workspace.run import Run, write_text
 NAMES = ("train", "bench", "prepare", "interactive")
 # the file name in a run folder
 SCRIPT = "job.sbatch"
-# options that concern the environment, the time or the training alone, which a template may ignore
-OPTIONAL = (
-    "environment",
-    "launch_blocking",
-    "launcher",
-    "nccl_debug",
-    "preflight",
-    "requeue",
-    "signal_s",
-    "time_limit",
-)
-# long names of sbatch's one-letter options
-LONG = {
-    "A": "account",
-    "C": "constraint",
-    "D": "chdir",
-    "G": "gpus",
-    "J": "job-name",
-    "N": "nodes",
-    "a": "array",
-    "c": "cpus-per-task",
-    "d": "dependency",
-    "e": "error",
-    "n": "ntasks",
-    "o": "output",
-    "p": "partition",
-    "q": "qos",
-    "t": "time",
-    "w": "nodelist",
-    "x": "exclude",
-}
 
 
 def render(name: str, plan: Plan, site: Site, request: JobRequest) -> str:
     """The sbatch script of template `name`.
 
     Raises ValueError for a value that bash or sbatch would interpret, an option that the template
-    does not use or sets itself, a partition that the site does not have, and GPUs that do not fill
-    their nodes.
+    sets itself, a partition that the site does not have, and GPUs that do not fill their nodes.
     """
     require_known("template", name, NAMES)
-    text, used = _filled(name, _blanks(name, plan, site, request))
-    for option in request.given():
-        if option not in OPTIONAL:
-            rule = f"template {name} does not use it"
-            require(option in used, option, getattr(request, option), rule)
-    if site.sbatch or site.srun or site.env:
-        plain = replace(site, sbatch={}, srun=(), env={})
-        without, _ = _filled(name, _blanks(name, plan, plain, request))
-        _require_once(without, site)
-    return text
+    plain = replace(site, sbatch={}, srun=(), env={})
+    _require_once(_filled(name, _blanks(name, plan, plain, request)), site)
+    return _filled(name, _blanks(name, plan, site, request))
 
 
 def _require_once(script: str, site: Site) -> None:
@@ -171,9 +129,7 @@ def _blanks(name: str, plan: Plan, site: Site, request: JobRequest) -> dict[str,
         "site_name": quoted("site.name", site.name),
         "image": quoted("site.container_image", site.image_file) if site.image_file else "",
         "sbatch": [f"{name}={value}" if value else name for name, value in site.sbatch.items()],
-        "stage_folder": re.sub(r"\$\{?(\w+)\}?", r"${\1:-}", site.stage_env),
         "srun_args": srun,
-        "requeue": "requeue" if request.requeue else "no-requeue",
         "conda": conda,
         "venv": quoted("environment", request.environment or environment),
         "summary": f"{size}, {plan.topology.gpus} GPUs, engine {plan.engine}",
@@ -254,12 +210,11 @@ def quoted(field: str, text: str) -> str:
     return shlex.quote(text)
 
 
-def _filled(name: str, values: Mapping[str, Any]) -> tuple[str, set[str]]:
-    """The template with these values, and the names that it, or a part that it includes, uses."""
-    folder = shipped("slurm_templates")
+def _filled(name: str, values: Mapping[str, Any]) -> str:
+    """The template with these values."""
     # {# would open a Jinja comment and swallow bash's ${#array[@]}
     environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(folder),
+        loader=jinja2.FileSystemLoader(shipped("slurm_templates")),
         undefined=jinja2.StrictUndefined,
         comment_start_string="<#",
         comment_end_string="#>",
@@ -267,52 +222,4 @@ def _filled(name: str, values: Mapping[str, Any]) -> tuple[str, set[str]]:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    used: set[str] = set()
-    parts = [f"{name}.sbatch"]
-    for part in parts:
-        parsed = environment.parse((folder / part).read_text(encoding="utf-8"))
-        used |= jinja2.meta.find_undeclared_variables(parsed)
-        parts += map(str, jinja2.meta.find_referenced_templates(parsed))
-    template = environment.get_template(parts[0])
-    return template.render({blank: values[blank] for blank in used}), used
-
-
-def directives(script: str) -> dict[str, str]:
-    """The #SBATCH options of a script by their long names, "" for one without a value; of
-    duplicates the last.
-
-    As sbatch does, it reads up to the first line that is not a comment. Raises ValueError for an
-    unclosed quote. Left out: abbreviated long names, which sbatch accepts where they are unique.
-    """
-    found: dict[str, str] = {}
-    is_comment = re.compile(r"\s*(#|$)").match
-    for line in takewhile(is_comment, script.splitlines()):
-        if not re.match(r"#SBATCH\s", line):
-            continue
-        try:
-            words = shlex.split(line.removeprefix("#SBATCH"), comments=True)
-        except ValueError as error:
-            raise ValueError(f"script={line}: cannot be read: {error}") from None
-        while words:
-            word = words.pop(0)
-            name, equals, value = word[2:].partition("=")
-            if re.match(r"-[A-Za-z]", word):
-                name = LONG.get(word[1], word[1])
-                equals = value = word[2:]
-            if not equals and words and not words[0].startswith("-"):
-                value = words.pop(0)  # `--time 20:00:00`: a word after an option is its value
-            if word.startswith("-"):
-                found[name] = value
-    return found
-
-
-def gres_gpus(gres: str) -> int:
-    """The number of GPUs in a --gres value: 8 in "gpu:8", "gpu:a100:8" or "gpu:a100:8,nvme:1", 1 in
-    "gpu".
-    """
-    total = 0
-    for part in gres.split(","):
-        if part.split(":")[0] == "gpu":
-            count = re.search(r":(\d+)$", part)
-            total += int(count[1]) if count else 1
-    return total
+    return environment.get_template(f"{name}.sbatch").render(values)

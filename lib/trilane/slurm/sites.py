@@ -2,7 +2,6 @@
 a job's options.
 """
 
-import math
 import os
 import re
 from dataclasses import dataclass, fields, replace
@@ -118,9 +117,6 @@ class Site:
     )
     gpu_option: str = option("gres", "how GPUs are requested", choices=("gres", "gpus-per-node"))
     gpu_type: str = option("", "their type there: `a100` gives `--gres=gpu:a100:4`", form="type")
-    stage_env: str = option(
-        "", "a folder of each node to which it copies Python's environment", form="node folder"
-    )
     container: str = option(
         "", "runs container_image", choices=("", "pyxis", "apptainer", "singularity")
     )
@@ -151,8 +147,6 @@ class Site:
         mounts = ", ".join(self.container_mounts)
         require(bool(self.container) or not image, "site.container_image", image, rule)
         require(bool(self.container) or not mounts, "site.container_mounts", mounts, rule)
-        rule = "contradicts container_image: it is one file"
-        require(not (self.stage_env and image), "site.stage_env", self.stage_env, rule)
 
     def _require_no_secrets(self) -> None:
         """ValueError for a password or key, which others could read; its value is in no message."""
@@ -231,29 +225,6 @@ def site(name_or_path: str) -> Site:
     return replace(read, cluster=nodes, sources=read.sources | sources)
 
 
-def seconds_of(time_limit: str) -> float:
-    """A time limit in seconds, in any form that sbatch accepts; infinite for no limit. ValueError
-    for other forms.
-
-    MINUTES, MINUTES:SECONDS, HOURS:MINUTES:SECONDS, DAYS-HOURS, DAYS-HOURS:MINUTES and
-    DAYS-HOURS:MINUTES:SECONDS; zero, UNLIMITED and INFINITE are no limit (man sbatch, --time).
-    """
-    if time_limit.upper() in ("UNLIMITED", "INFINITE"):
-        return math.inf
-    number = r"(\d{1,9})"
-    form = rf"(?:{number}-)?{number}(?::{number})?(?::{number})?"
-    match = re.fullmatch(form, time_limit, re.ASCII)
-    rule = "must be a time in a form of sbatch: 20:00:00, 1-12:00:00, 1-12, or 120 (minutes)"
-    require(match is not None, "time_limit", repr(time_limit), rule)
-    assert match
-    parts = [int(part) for part in match.groups()[1:] if part is not None]
-    if match[1] is None and len(parts) < 3:
-        parts.insert(0, 0)  # without hours
-    parts += [0] * (3 - len(parts))
-    seconds = int(match[1] or 0) * 86400 + parts[0] * 3600 + parts[1] * 60 + parts[2]
-    return seconds or math.inf
-
-
 @dataclass(frozen=True, kw_only=True)
 class JobRequest(Record):
     """The options of a job; "" omits a directive, or leaves it to the site.
@@ -262,28 +233,20 @@ class JobRequest(Record):
     """
 
     account: str = option("", "whose hours a job uses, such as xyz@a100", form="word")
-    time_limit: str = option("02:00:00", "of a job, in a form of sbatch: [DAYS-]HH:MM:SS")
+    time_limit: str = option("02:00:00", "of a job, [DAYS-]HH:MM:SS")
     qos: str = option("", "quality of service", form="word")
     partition: str = option("", "instead of the site's", form="word")
     constraint: str = option("", "features of the nodes, instead of the site's", form="constraint")
     reservation: str = option("", "name of a reservation", form="word")
     exclude: str = option("", "nodes that a job avoids, such as gpu[1-3],gpu7", form="nodes")
     mail: str = option("", "address to which SLURM mails ends, failures and requeues", form="word")
-    comment: str = option("", "a comment of yours on the job", form="comment")
     signal_s: int = option(
         300, "seconds before the time limit at which a checkpoint is saved", minimum=0
     )
-    requeue: bool = option(True, "whether SLURM starts the job again when a node fails")
     launcher: str = option(
         "torchrun",
         "what starts a node's processes; srun: each as a task on cores of its own",
         choices=("torchrun", "srun", "ft_launcher"),
-    )
-    launch_blocking: bool = option(
-        False, "CUDA_LAUNCH_BLOCKING=1, which kept a hang of BigScience's from recurring"
-    )
-    nccl_debug: str = option(
-        "WARN", "what NCCL prints", choices=("VERSION", "WARN", "INFO", "TRACE")
     )
     environment: str = option(
         "", "a venv's folder, or conda:NAME, instead of the repository's .venv"
@@ -302,16 +265,18 @@ class JobRequest(Record):
             # the script runs in another folder, and bash does not expand a quoted ~
             path = os.path.abspath(os.path.expanduser(self.environment))
             object.__setattr__(self, "environment", path)
-        is_long = 60 <= seconds_of(self.time_limit) < math.inf
-        require(is_long, "time_limit", self.time_limit, "must be a minute or more")
+        rule = "must be a minute or more"
+        require(self.time_limit_s >= 60, "time_limit", self.time_limit, rule)
         rule = f"must be less than time_limit={self.time_limit}"
         require(self.signal_s < self.time_limit_s, "signal_s", self.signal_s, rule)
 
     @property
     def time_limit_s(self) -> int:
-        """The time limit in seconds."""
-        return int(seconds_of(self.time_limit))
-
-    def given(self) -> list[str]:
-        """The names of the options that differ from their defaults."""
-        return [f.name for f in fields(JobRequest) if getattr(self, f.name) != f.default]
+        """The time limit in seconds; ValueError where it has another form."""
+        pattern = r"(?:(\d{1,4})-)?(\d{1,4}):(\d\d):(\d\d)"
+        match = re.fullmatch(pattern, self.time_limit, re.ASCII)
+        rule = "must be [DAYS-]HH:MM:SS, such as 20:00:00 or 1-12:00:00"
+        require(match is not None, "time_limit", repr(self.time_limit), rule)
+        assert match
+        days, hours, minutes, seconds = (int(part or 0) for part in match.groups())
+        return ((24 * days + hours) * 60 + minutes) * 60 + seconds

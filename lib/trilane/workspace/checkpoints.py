@@ -42,11 +42,6 @@ def checkpoint_bytes(shape: ModelShape) -> int:
     return 4 * len(KINDS) * shape.parameters
 
 
-def checkpoint_files(gpus: int) -> int:
-    """Files of one checkpoint, its folder among them: three of each rank, and the manifest."""
-    return 3 * gpus + 2
-
-
 def name_of(iteration: int) -> str:
     """The folder name of the checkpoint after that iteration."""
     return f"iter_{iteration:07d}"
