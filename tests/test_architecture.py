@@ -42,7 +42,7 @@ ORDER = tuple(
 BESIDE = ("trilane_engine", "trilane_diagnose")
 # What is counted: the aim, and what stands today.
 TOKENS = {
-    "trilane": (118_000, 177_900),
+    "trilane": (118_000, 173_400),
     "trilane_engine": (46_000, 49_600),
     "trilane_diagnose": (31_000, 31_400),
     "tests": (140_000, 173_800),
