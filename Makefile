@@ -70,7 +70,7 @@ lock: venv-dev
 	@.ci/lock
 
 run: venv
-	@$(BIN)/python -m trilane run all --study $(STUDY) --fresh
+	@$(BIN)/python -m trilane run all --study $(STUDY) --resume
 
 PYTEST := $(BIN)/python -m pytest -n 3 --dist loadgroup --no-loadscope-reorder
 

@@ -200,7 +200,7 @@ def test_a_source_notebook_holds_no_outputs():
 
 
 def test_a_notebook_is_a_question_with_one_typed_and_commented_cell_of_parameters():
-    """`trilane run NAME --help` is made of it."""
+    """`papermill --help-notebook` is made of it."""
     for name, cells in notebooks().items():
         assert "".join(cells[0]["source"]).splitlines()[0].endswith("?"), name
         tagged = [

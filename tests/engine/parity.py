@@ -1,6 +1,6 @@
 """Engines, topologies and precisions that must reproduce the losses of one process, trained here.
 
-`python tests/engine/parity.py ENGINE... [--json]` is `trilane measure engines`.
+`python tests/engine/parity.py [ENGINE...] [--json]` trains the rows of these engines, else all.
 """
 
 import gc
@@ -291,7 +291,8 @@ def main(argv: Sequence[str]) -> int:
     os.environ |= {"GOMP_SPINCOUNT": "1000", "GLOO_SOCKET_IFNAME": "lo"}
     os.environ |= {"TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
     outcomes = []
-    for outcome in verify(rows([name for name in argv if name != "--json"])):
+    engines = [name for name in argv if name != "--json"]
+    for outcome in verify(rows(engines or ENGINES)):
         print(outcome, file=sys.stderr, flush=True)
         outcomes.append(outcome)
     results = [outcome for outcome in outcomes if isinstance(outcome, Result)]

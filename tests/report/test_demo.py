@@ -50,11 +50,9 @@ def test_a_second_run_of_the_study_is_refused_and_resume_keeps_what_is_done(demo
     assert refused.stderr.strip().endswith("exists; resume it, or name another")
     before = {path: path.stat().st_mtime_ns for path in demo.rglob("*.jsonl")}
     resumed = subprocess.run(
-        command("--resume", "--zip"), env=env, capture_output=True, text=True, check=False
+        command("--resume"), env=env, capture_output=True, text=True, check=False
     )
-    assert resumed.returncode == 0 and resumed.stdout.splitlines()[-1] == str(
-        demo.parent / "demo.zip"
-    )
+    assert resumed.returncode == 0
     assert resumed.stderr.count("completed before, kept") == 4
     assert {path: path.stat().st_mtime_ns for path in demo.rglob("*.jsonl")} == before
 

@@ -2,15 +2,13 @@
 
 import json
 import re
-import zipfile
 from pathlib import Path
 
 import nbformat
 import pytest
 from markup import Page
-from support import REPOSITORY
 
-from trilane.report.index import write_index, write_zip
+from trilane.report.index import write_index
 from trilane.workspace.study import Study
 
 
@@ -71,35 +69,3 @@ def test_an_index_shows_names_as_text_and_links_below_its_folder(outputs: Path) 
         "javascript%3Aalert%281%29.csv",
         "%80.csv",
     } <= set(page.values)
-
-
-def test_a_zip_has_what_the_index_links_no_path_of_the_machine_and_the_same_bytes_again(
-    outputs: Path,
-) -> None:
-    study = Study.create("s")
-    text = json.dumps(f"in\n{study.folder}/b.csv, {outputs}, {outputs}2 and {REPOSITORY}/x")
-    for name in (
-        "runs/a b/plan.json",
-        "runs/a b/checkpoints/x",
-        "earlier/y.json",
-        "lab/z",
-        "z\udc80.csv",
-        "b.csv",
-    ):
-        (study.folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (study.folder / name).write_text(text)
-    write_index(study)
-    path = write_zip(study)
-    with zipfile.ZipFile(path) as made:
-        assert made.namelist() == ["s/b.csv", "s/index.html", "s/runs/a b/plan.json", "s/z .csv"]
-        assert json.loads(made.read("s/b.csv")) == f"in\nb.csv, ., {outputs}2 and x"
-    assert path == outputs / "s.zip"
-    before = path.read_bytes()
-    assert write_zip(study).read_bytes() == before, "its own is written anew"
-    for foreign in (b"mine", b"PK\5\6" + bytes(18)):
-        path.write_bytes(foreign)
-        with pytest.raises(
-            ValueError, match=r"^zip=\S+/s.zip: exists and is no zip of this study; move it away$"
-        ):
-            write_zip(study)
-        assert path.read_bytes() == foreign

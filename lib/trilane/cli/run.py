@@ -3,7 +3,6 @@ plan, engines.
 """
 
 import json
-import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -11,47 +10,21 @@ from typing import Any
 import click
 
 from trilane.cli.app import GROUPS, Answer, Group, command, note
-from trilane.config.engines import ENGINES
 from trilane.config.options import option
 from trilane.utils.process import python, replace_by
-from trilane.utils.validation import require, require_known
+from trilane.utils.validation import require
 
 measure = Group("measure", help=GROUPS["measure"])
 
 
-class RunCommand(click.Command):
-    """`run NOTEBOOK --help` also lists the notebook's parameters."""
-
-    def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        from trilane.report.notebook import notebook_names, path_of, read_parameters
-
-        names = notebook_names()
-        with formatter.section("Notebooks"):
-            formatter.write_text(", ".join(names))
-        for name in names:
-            if name in sys.argv:
-                parameters = read_parameters(path_of(name))
-                with formatter.section(f"Parameters of {name}, set by -p NAME VALUE"):
-                    formatter.write_dl(
-                        [
-                            (p.name, f"{p.inferred_type_name}: {p.help} [{p.default}]")
-                            for p in parameters
-                        ]
-                    )
-
-
-@command(None, cls=RunCommand)
+@command(None)
 def run(
     notebook: str = option(argument="NOTEBOOK|all"),
     study: str = option("demo", "the folder below outputs/"),
     parameter: tuple[Any, ...] = option(
         (), "set a parameter; repeatable", short="-p", nargs=2, metavar="NAME VALUE"
     ),
-    resume: bool = option(False, "go on in a study that exists"),
-    fresh: bool = option(False, "take the next free name if the study exists"),
-    zip: bool = option(
-        False, "also write outputs/STUDY.zip: the pages and what they link, to hand on"
-    ),
+    resume: bool = option(False, "with all: go on in a study that exists"),
     lab: bool = option(
         False, "open JupyterLab on copies in the study instead, with its parameters set"
     ),
@@ -62,42 +35,27 @@ def run(
     With --lab `all` means every notebook; copies that exist in the study's folder lab/ are kept as
     they are. Exit code 1 where a notebook fails, 2 where its parameters are the reason.
     """
-    from trilane.report import index
     from trilane.report import notebook as notebooks
     from trilane.workspace.study import Study
 
-    require(not (resume and fresh), "resume", True, "contradicts --fresh")
-    require(not (zip and lab), "zip", True, "contradicts --lab")
     given = dict(parameter)
     chosen = [notebook]
     if notebook == "all":
-        if lab:
-            chosen = notebooks.notebook_names()
-        else:
-            chosen = list(notebooks.DEMO)
+        chosen = notebooks.notebook_names() if lab else list(notebooks.DEMO)
     # every parameter is checked before a folder is made
     values = notebooks.distribute(chosen, given)
     if lab:
         notebooks.open_lab(Study(study), values)
-    is_free = notebooks.is_free(Study(study), "" if notebook == "all" else notebook)
-    where = Study.create(study, resume=resume or is_free, fresh=fresh)
-    if zip:
-        index.zip_path(where)  # refused before anything runs
+    where = Study.create(study, resume=resume or notebook != "all")
     try:
         if notebook == "all":
             report = notebooks.run_all(where, given)
         else:
             report = notebooks.run(notebook, where, **given)
     except notebooks.NotebookError as error:
-        copy = where.folder / f"{error.notebook}.ipynb"
-        note([f"{error}; the executed copy with the traceback: {copy}"])
+        note([f"{error}; the traceback is in the executed copy in {where.folder}"])
         return Answer(code=2 if error.is_input else 1)
-    paths = {"study": str(report.parent), "report": str(report)}
-    lines = [str(report)]
-    if zip:
-        paths["zip"] = str(index.write_zip(where))
-        lines.append(paths["zip"])
-    return Answer(paths, "\n".join(lines))
+    return Answer({"study": str(report.parent), "report": str(report)}, str(report))
 
 
 @command(None)
@@ -200,23 +158,6 @@ def plan(
 
     found = benchmark(plan, iterations, leave_out)
     return Answer(result(found), parse_text([found]), int(not found.status.is_clean))
-
-
-@command(measure)
-def engines(
-    engines: str = option("all", f"all, or some of {','.join(ENGINES)}"),
-) -> Answer:
-    """Train the equality table of the engines here: each row's losses against one reference.
-    Progress is on stderr.
-
-    Exit code 1 where a row exceeds its bound or did not train.
-    """
-    names = ENGINES if engines == "all" else engines.split(",")
-    for name in names:
-        require_known("engines", name, ("all", *ENGINES))
-    script = Path(__file__).parents[3] / "tests/engine/parity.py"
-    require(script.is_file(), "engines", engines, "are compared from a checkout of trilane alone")
-    replace_by([sys.executable, str(script), *names, *json_option()])
 
 
 def json_option() -> list[str]:

@@ -283,16 +283,12 @@ def state(notebook: Any) -> str:
     papermill = notebook.metadata.get("papermill", {})
     if not papermill.get("end_time"):
         return "unfinished"
-    if papermill.get("exception") or unfinished(notebook):
+    if papermill.get("exception"):
         return "failed"
-    return "completed"
-
-
-def unfinished(notebook: Any) -> list[str]:
-    """The sources of the code cells that were not executed to their end."""
     code = [cell for cell in notebook.cells if cell.cell_type == "code" and cell.source.strip()]
-    left = [cell for cell in code if "iopub.status.idle" not in cell.metadata.get("execution", {})]
-    return [cell.source for cell in left]
+    if all("iopub.status.idle" in cell.metadata.get("execution", {}) for cell in code):
+        return "completed"
+    return "failed"
 
 
 def read_notebook(path: Path) -> Any:

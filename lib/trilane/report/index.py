@@ -1,16 +1,14 @@
 """The index of a study, and its zip."""
 
-import zipfile
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import jinja2
 
-from trilane.report.html import DATA, POLICY, read_notebook, state, title, without_places
+from trilane.report.html import DATA, POLICY, read_notebook, state, title
 from trilane.utils.files import replace_text
 from trilane.utils.folder_lock import FolderLock
-from trilane.utils.tables import Html, printable, short
-from trilane.utils.validation import require
+from trilane.utils.tables import Html, short
 from trilane.workspace.installation import stamp
 from trilane.workspace.status import known_status, status_problem
 from trilane.workspace.study import Study
@@ -52,42 +50,6 @@ def write_page(path: Path, heading: Html, parts: Iterable[Html]) -> Path:
     body = Html.joined("\n", parts)
     text = template.render(css=css, body=body, policy=Html(POLICY), title=heading, stamp=stamp())
     return replace_text(path, text)
-
-
-def zip_path(study: Study) -> Path:
-    """Where the zip of a study lies, NAME.zip next to it; ValueError where anything else has that
-    name.
-    """
-    path = study.folder.with_name(f"{study.name}.zip")
-    if path.exists():
-        is_own = False
-        if path.is_file() and zipfile.is_zipfile(path):
-            with zipfile.ZipFile(path) as archive:
-                is_own = f"{study.name}/index.html" in archive.namelist()
-        require(is_own, "zip", path, "exists and is no zip of this study; move it away")
-    return path
-
-
-def write_zip(study: Study) -> Path:
-    """Write the pages of a study and all files that they link as one zip; its path.
-
-    In order, with one date and without the machine's paths: equal studies give equal bytes.
-    """
-    path = zip_path(study)
-    aside = study.folder / f".{study.name}.zip"
-    files: list[Path] = []
-    for folder in (study.folder, study.folder / "figures", *study.run_folders()):
-        files += [file for file in folder.glob("[!.]*") if file.is_file()]
-    with zipfile.ZipFile(aside, "w") as archive:
-        for file in sorted(files):
-            data = file.read_bytes()
-            if b"\0" not in data:
-                text = data.decode("utf-8", "surrogateescape")
-                data = without_places(text, study.folder).encode("utf-8", "surrogateescape")
-            info = zipfile.ZipInfo(printable(str(file.relative_to(study.folder.parent))))
-            info.external_attr = 0o644 << 16
-            archive.writestr(info, data, zipfile.ZIP_DEFLATED)
-    return aside.replace(path)
 
 
 def table(heads: Sequence[str], rows: Iterable[Iterable[object]]) -> Html:

@@ -3,7 +3,6 @@
 import ast
 import contextlib
 import os
-import re
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -14,11 +13,11 @@ from unittest import mock
 import nbformat
 import papermill
 from papermill.exceptions import PapermillExecutionError
-from papermill.models import Parameter
-from papermill.translators import PythonTranslator
+from papermill.iorw import load_notebook_node
+from papermill.parameterize import parameterize_notebook
 from traitlets.config import Config
 
-from trilane.report.html import notebook_html, read_notebook, state, unfinished
+from trilane.report.html import notebook_html, read_notebook, state
 from trilane.report.index import write_index
 from trilane.utils.files import replace_text, set_aside
 from trilane.utils.folder_lock import FolderLock
@@ -33,13 +32,10 @@ DEMO = ("01_sizing", "02_topology", "03_launch", "04_analyze")  # the notebooks 
 
 
 class NotebookError(Exception):
-    """A cell of a notebook failed; `is_input` where it raised a ValueError, which means
-    bad input.
-    """
+    """A notebook failed; `is_input` where a cell raised a ValueError, which means bad input."""
 
-    def __init__(self, notebook: str, cell: str, reason: str, is_input: bool):
-        super().__init__(f"{notebook}, {cell}: {reason}")
-        self.notebook = notebook
+    def __init__(self, message: str, is_input: bool):
+        super().__init__(message)
         self.is_input = is_input
 
 
@@ -52,17 +48,6 @@ def path_of(name: str) -> Path:
     """The source notebook of that name; ValueError for an unknown one."""
     require_known("notebook", name, notebook_names())
     return shipped("notebooks") / f"{name}.ipynb"
-
-
-def read_parameters(path: Path) -> list[Parameter]:
-    """The parameters of a notebook's file, each with name, type, default and help; ValueError where
-    it is damaged.
-    """
-    parameters: list[Parameter] = []
-    for cell in read_notebook(path).cells:
-        if "parameters" in cell.metadata.get("tags", []):
-            parameters += PythonTranslator.inspect(cell)
-    return parameters
 
 
 def typed(field: str, given: object, kind: str) -> Any:
@@ -83,16 +68,15 @@ def distribute(chosen: Sequence[str], given: Mapping[str, object]) -> dict[str, 
     """The typed parameters of each notebook in `chosen`; ValueError for a name that none of them
     has.
     """
-    declared = {name: read_parameters(path_of(name)) for name in chosen}
-    known = {parameter.name for parameters in declared.values() for parameter in parameters}
+    declared = {name: papermill.inspect_notebook(path_of(name)) for name in chosen}
+    known = set[str]().union(*declared.values())
     for field in given:
         require_known("parameter", field, sorted(known))
     values: dict[str, dict[str, Any]] = {name: {} for name in chosen}
     for name, parameters in declared.items():
-        for parameter in parameters:
-            field = parameter.name
-            if field in given:
-                values[name][field] = typed(field, given[field], parameter.inferred_type_name)
+        for field in parameters.keys() & given:
+            kind = parameters[field]["inferred_type_name"]
+            values[name][field] = typed(field, given[field], kind)
     return values
 
 
@@ -132,55 +116,25 @@ def _execute(name: str, executed: Path, values: Mapping[str, Any]) -> None:
             "config": Config(KernelManager=manager),
             # modules of the current folder would go before ours
             "extra_arguments": ["--InteractiveShellApp.ignore_cwd=True"],
-            "progress_bar": {"desc": name, "unit": "cell"},
             "stdout_file": sys.stderr,
-            "request_save_on_cell_execute": True,
             "kernel_name": "python3",
         }
         try:
             papermill.execute_notebook(source, executed, parameters=dict(values), **options)
         except PapermillExecutionError as error:
-            cell = cell_name(source, error.source)
             reason = error.evalue or error.ename
-            raise NotebookError(name, cell, reason, error.ename == "ValueError") from None
+            message = f"{name}, cell [{error.exec_count}]: {reason}"
+            raise NotebookError(message, error.ename == "ValueError") from None
         except RuntimeError as error:  # of a kernel that died
-            left = unfinished(read_notebook(executed))
-            cell = cell_name(source, *left[:1])
-            raise NotebookError(name, cell, str(error), is_input=False) from None
-
-
-def cell_name(notebook: Path, source: str = "") -> str:
-    """Number and heading of the code cell with that source: "cell 7 (How long does it take?)"."""
-    heading = ""
-    for number, cell in enumerate(read_notebook(notebook).cells, start=1):
-        if cell.cell_type == "markdown" and cell.source.startswith("#"):
-            heading = cell.source.splitlines()[0].lstrip("# ")
-        elif cell.cell_type == "code" and cell.source == source:
-            return f"cell {number} ({heading})"
-    return "before its first cell"
+            raise NotebookError(f"{name}: {error}", is_input=False) from None
 
 
 def is_done(name: str, study: Study, values: Mapping[str, Any]) -> bool:
     """Whether the study holds a completed execution of that notebook with the same parameters."""
     executed = _execution(study, name)
     given = {**values, "study": study.name}
-    return _is_completed(executed) and executed.metadata["papermill"].get("parameters") == given
-
-
-def is_free(study: Study, name: str = "") -> bool:
-    """Whether the study may be gone on with unasked: it holds no completed execution of that
-    notebook.
-
-    Without a name: of none, and no runs. What failed keeps no name; an earlier copy of it is set
-    aside, not deleted.
-    """
-    if name:
-        names = [name]
-    else:
-        names = [path.stem for path in study.folder.glob("*.ipynb")]
-    if any(_is_completed(_execution(study, each)) for each in names):
-        return False
-    return bool(name) or not study.run_folders()
+    is_completed = executed is not None and state(executed) == "completed"
+    return is_completed and executed.metadata["papermill"].get("parameters") == given
 
 
 def _execution(study: Study, name: str) -> Any:
@@ -189,12 +143,7 @@ def _execution(study: Study, name: str) -> Any:
         notebook = read_notebook(study.folder / f"{name}.ipynb")
         if "papermill" in notebook.metadata:
             return notebook
-        return None
     return None
-
-
-def _is_completed(executed: Any) -> bool:
-    return executed is not None and state(executed) == "completed"
 
 
 def run_all(study: Study, given: Mapping[str, object], chosen: Sequence[str] = DEMO) -> Path:
@@ -229,24 +178,15 @@ def copy_into(study: Study, name: str, values: Mapping[str, Any]) -> tuple[Path,
     """The study's copy of a notebook to work on by hand, lab/NAME.ipynb, and whether it is new: one
     that exists stays.
 
-    Its parameters are `values`, then those with which the study ran the notebook, then the
-    defaults.
+    A cell below its parameters sets `values`, and those with which the study ran the notebook.
     """
     path = study.folder / "lab" / f"{name}.ipynb"
     if path.exists():
         return path, False
     executed = _execution(study, name)
+    given = {**values, "study": study.name}
     if executed:
-        earlier = executed.metadata["papermill"].get("parameters", {})
-    else:
-        earlier = {}
-    notebook = read_notebook(path_of(name))
-    for cell in notebook.cells:
-        if "parameters" in cell.metadata.get("tags", []):
-            for field, value in {**earlier, **values, "study": study.name}.items():
-                pattern = rf"(?m)^({re.escape(field)}: \w+ = ).*?(  #.*)?$"
-                line = re.search(pattern, cell.source)
-                if line:
-                    text = f"{line[1]}{value!r}{line[2] or ''}"
-                    cell.source = cell.source.replace(line[0], text, 1)
+        given = {**executed.metadata["papermill"].get("parameters", {}), **given}
+    source = load_notebook_node(str(path_of(name)))
+    notebook = parameterize_notebook(source, given)
     return write_text(path, nbformat.writes(notebook) + "\n"), True

@@ -80,20 +80,15 @@ class Study(Record):
         return f"{self.name!r}, {self.folder}"
 
     @classmethod
-    def create(cls, name: str, *, resume: bool = False, fresh: bool = False) -> "Study":
-        """A new study. ValueError where it exists, unless `resume`; `fresh` takes the next free
-        name (NAME-2, ...).
-        """
+    def create(cls, name: str, *, resume: bool = False) -> "Study":
+        """A new study. ValueError where it exists, unless `resume`."""
         study = cls(name)
-        number = 2
-        while True:
-            try:
-                study.folder.mkdir(parents=True, exist_ok=resume)
-                return study
-            except FileExistsError:  # perhaps made by another process at this moment
-                require(fresh, "study", name, f"{study.folder} exists; resume it, or name another")
-                study = cls(f"{name}-{number}")
-                number = number + 1
+        try:
+            study.folder.mkdir(parents=True, exist_ok=resume)
+        except FileExistsError:
+            rule = f"{study.folder} exists; resume it, or name another"
+            require(False, "study", name, rule)
+        return study
 
     @classmethod
     def open(cls, name: str) -> "Study":
