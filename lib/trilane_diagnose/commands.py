@@ -73,7 +73,8 @@ def capture(
     folder = folder.resolve()
     plan = read_plan(folder / "plan.json")
     if what == "hostfile":
-        return Answer.lines(what, jobs.hostfile(job, plan))
+        lines = jobs.hostfile(job, plan)
+        return Answer({"hostfile": lines}, lines)
     require(
         not job, "job", job, "is for --what hostfile; each node's watchdog dumps its ranks without"
     )
@@ -126,7 +127,8 @@ def rehearse(
     they differ.
     """
     if prepare:
-        return Answer.lines("commands", rehearsal.prepare(read_plan(plan), prepare.resolve()))
+        lines = rehearsal.prepare(read_plan(plan), prepare.resolve())
+        return Answer({"commands": lines}, lines)
     done = rehearsal.rehearse_here(read_plan(plan))
     return Answer.of(done, done.problem or (done.audit and done.audit.findings))
 

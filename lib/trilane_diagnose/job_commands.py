@@ -4,7 +4,6 @@ import itertools
 import sys
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 from trilane.cli.app import Answer, Group, command, note
 from trilane.config.options import option
@@ -17,6 +16,7 @@ GROUP = Group(
     hidden=True,
     help="For the job scripts: may this attempt begin, on which nodes, and how did it end.",
 )
+SRUN = option((), argument="[SRUN...]")
 TEST = option(False, "test the nodes first, by steps of srun with the arguments SRUN", name="test")
 GPUS = option(0, "GPUs of a node that the test is to use; 0: a core", minimum=0)
 
@@ -31,7 +31,7 @@ def begin(folder: Path) -> Answer:
 @command(GROUP)
 def end(
     folder: Path,
-    *srun: Any,
+    srun: tuple[str, ...] = SRUN,
     code: int = option(0, "the training's exit code", minimum=-255, maximum=255),
     tests: bool = TEST,
     gpus: int = GPUS,
@@ -48,7 +48,7 @@ def end(
 @command(GROUP)
 def nodes(
     folder: Path,
-    *srun: Any,
+    srun: tuple[str, ...] = SRUN,
     count: int = option(help="nodes that train", minimum=1),
     tests: bool = TEST,
     gpus: int = GPUS,

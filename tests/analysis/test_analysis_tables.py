@@ -75,7 +75,7 @@ def test_each_run_is_a_row_in_the_words_of_the_chronicles(folder, capsys):
         ours[:8] == ["2", "127K", "2", "1", "1", "2", "4", "0.5GiB"]
         and ours[-1] == "study/runs/small"
     )
-    assert errors.startswith("trilane: left out: log=") and "notes.txt" in errors
+    assert errors.startswith("trilane: left_out=1: ") and "notes.txt" in errors
 
 
 def test_text_of_a_log_is_no_markup(folder):
@@ -93,7 +93,6 @@ def test_text_of_a_log_is_no_markup(folder):
             "folder=empty: holds no run: neither plan.json with run.log, nor a training log",
         ),
         (["parse", "none.log"], "log=none.log: no such file"),
-        (["parse"], "logs=missing: is required"),
         (
             ["parse", "a.log", "--csv", "no/such/folder.csv"],
             "csv=no/such/folder.csv: its folder does not exist",

@@ -8,7 +8,6 @@ from support import small_plan
 
 from trilane.cli.app import main
 from trilane.costmodel.calibration import Calibration, to_json
-from trilane.utils.validation import parse_count
 
 SEARCH = "plan search --shape 6,64,4,32,384 --cluster h200 --gpus 8"
 SIZE = "plan size --params 1.3B --vocab 50257 --gpus 8 --cluster jz-a100-80g"
@@ -16,49 +15,34 @@ BEST = "plan best --days 14"
 SITE = "--site jean-zay-a100"
 OTHER = "has other constants than this version (p2p); calibrate or search again"
 BAD = [
-    ("pln", "command=pln: known: "),
-    ("plan serch", "command=serch: known: "),
-    ("--jsn", "command=trilane: No such option '--jsn'"),
-    ("plan search --shap x", "command=trilane plan search: No such option '--shap'"),
-    ("plan search", "shape=missing: is required"),
-    ("plan search --shape", "shape=missing: needs a value"),
-    ("train", "plan=missing: is required"),
-    ("train a b", "command=trilane train: Got unexpected extra argument (b)"),
+    ("plan serch", "command=trilane plan: No such command 'serch'. Did you mean 'search'?"),
+    ("plan search", "command=trilane plan search: Missing option '--shape'."),
+    ("plan search --shape", "command=trilane: Option '--shape' requires an argument."),
     (f"{SEARCH} --gbs 0", "gbs=0: must be a whole number of at least 1"),
+    (f"{SIZE} --params 40X", "params=40X: must be a number above zero"),
+    (
+        "calibrate rows.csv --cluster h200 -o plan.json",
+        "output=plan.json: exists; name another file",
+    ),
     (f"{SEARCH} --gbs 8 --tp 3", "tp=3: no tp x pp x dp with the pinned sizes makes gpus=8"),
     (
         f"{SEARCH} --gbs 8 --cluster jz-a100",
         "known: a100-40g-8, a100-800gbps, a800-8, dgx-a100-80g",
     ),
-    (f"{SEARCH} --gbs 8 --gpus 100000 --cluster jz-a100-80g", "gpus=100000: jz-a100-80g has 416"),
     (
         f"{SEARCH} --gbs 8 --cluster jz-v100-32g --precision bf16",
         "V100-32GB has no bf16 matrix units",
     ),
-    (f"{SEARCH} --gbs 8 --sequence-parallel maybe", "sequence_parallel=maybe: known: no, yes"),
-    (
-        f"{SIZE} --params 1e8 --vocab 250880",
-        "params=1e+08: an embedding of 250880",
-    ),
     (f"{SIZE} --tokens 100", "tokens=100.0: one iteration takes gbs x seq_length = 4194304"),
     (f"{SIZE} --like lama", "like=lama: known: bloom, gpt2, llama"),
-    (f"{SIZE} --params 40X", "params=40X: must be a number above zero"),
-    (SIZE.replace("--params 1.3B ", ""), "params=missing: give either --params or --days"),
     (f"{BEST} --cluster dgx-h10", "cluster=dgx-h10: known: "),
-    (f"{BEST} --cluster cpu.json", ": has no GPUs"),
-    (f"{BEST} --cluster h200,h200", "cluster=h200: is there twice"),
     (
         f"{BEST} --cluster h200 --price 1,2",
         "price=1,2: give one for all, or one for each of 1 clusters",
     ),
     ("plan show", "shape=missing: needed where no plan is named"),
-    ("plan show ''", "plan='': is empty"),
     ("plan show plan.json --tp 2", "tp=2: contradicts the plan plan.json"),
     ("plan backtest rows.csv --cv month", "cv=month: known: date, hidden, table"),
-    (
-        "calibrate rows.csv --cluster h200 -o plan.json",
-        "output=plan.json: exists; name another file",
-    ),
     ("calibrate rows.csv --cluster h200 -o out.json", "rows=rows.csv: has no column tp, pp, "),
     (
         "calibrate nowhere --cluster h200 -o out.json",
@@ -66,32 +50,21 @@ BAD = [
     ),
     ("plan show old.json", f"calibration=mine: {OTHER}"),
     ("plan calendar old.json --tokens 1e9", f"calibration=mine: {OTHER}"),
-    ("slurm check old.json --site generic", f"calibration=mine: {OTHER}"),
     ("train folder", "plan=folder: is a folder without plan.json"),
     ("measure plan plan.json --iterations 3", "iterations=3: must be above leave_out=5"),
     ("convert deepspeed plan.json", "engine=megatron: takes no DeepSpeed JSON"),
     ("convert megatron", "plan=missing: give either a plan, or --read FILE"),
     ("convert megatron --read job.sh", "cluster=missing: --read needs the cluster"),
-    (f"slurm check none.json {SITE}", "plan=none.json: no such file"),
-    ("slurm check plan.json", "site=missing: is required"),
-    ("slurm watch nowhere --every 0", "every=0.0: must be above 0"),
     (f"slurm chain plan.json c --stages 8:2 {SITE}", "stages="),
-    ("logs parse folder", "run=folder: holds no run.log"),
     ("logs parse binary", "log=binary: is a binary file, not a log"),
     # what stands after -- is for srun
     ("slurm job end none --code -9 --test -- -N 2", "No such file or directory"),
-    ("slurm site nowhere", "site=nowhere: known: "),
-    ("debug stragglers folder", "folder=folder: holds no phase times"),
-    ("debug bisect plan.json --axes layer", "axis=layer: known: "),
     ("run 02_topolgy", "notebook=02_topolgy: known: "),
-    ("debug hang foldr", "folder=foldr: no such folder"),
     (
         "slurm status dmo",
         "run=dmo: no run folder there, and no study of that name",
     ),
-    (f"{SEARCH} --gbs 8 --calibration megatron-cor", "is neither a study"),
     ("calibrate dmo --cluster h200 -o new.json", "with runs"),
-    ("run all --resume --fresh", "resume=True: contradicts --fresh"),
     ("run all -p gsb 8", "parameter=gsb: known: "),
 ]
 
@@ -131,21 +104,6 @@ def test_bad_input_is_one_line_and_exit_code_2(here, capsys, line, message):
     error = capsys.readouterr().err
     assert code == 2 and error.startswith("trilane: ") and error.count("\n") == 1, error
     assert message in error and "Traceback" not in error
-
-
-@pytest.mark.parametrize(
-    ("text", "value"),
-    [
-        ("40B", 40e9),
-        ("1.3e9", 1.3e9),
-        ("40e9", 40e9),
-        ("350M", 350e6),
-        ("1.5T", 1.5e12),
-        ("2k", 2e3),
-    ],
-)
-def test_counts_are_read_as_people_write_them(text, value):
-    assert parse_count("params", text) == pytest.approx(value)
 
 
 @pytest.mark.parametrize("name", ["plan.json", "many.json", "many.json:2", ".", "shown.json"])

@@ -22,18 +22,6 @@ FEW = {
     "recompute": "none",
 }  # a search in milliseconds
 ASKED = {"cluster": A100, "vocabulary": 50_257, "gpus": 8, "gbs": 64, "tokens": 2e9, "choices": FEW}
-COMMAND = [
-    "plan",
-    "size",
-    "--vocab",
-    "50257",
-    "--gpus",
-    "8",
-    "--gbs",
-    "64",
-    "--cluster",
-    "jz-a100-80g",
-]
 
 
 @pytest.fixture(scope="module")
@@ -70,9 +58,7 @@ def test_twice_the_days_allow_about_twice_the_parameters_and_root_2_times_with_t
     assert some["tokens"] == 20 * some["parameters"]
 
 
-def test_a_deadline_that_nothing_meets_is_exit_code_1_with_the_days_of_the_smallest(capsys):
-    assert main([*COMMAND, "--tokens", "300B", "--days", "0.1"]) == 1
-    assert "the smallest shape (" in capsys.readouterr().out
+def test_a_deadline_that_nothing_meets_is_refused_with_the_days_of_the_smallest():
     with pytest.raises(ValueError, match=r"days=0\.1: the smallest shape"):
         sizes_within(0.1, **ASKED | {"tokens": 3e11}).proposals()
 

@@ -20,14 +20,14 @@ from types import NoneType
 from typing import Any
 
 import click
-from click.exceptions import Exit, NoArgsIsHelpError, NoSuchCommand
+from click.exceptions import Exit, NoArgsIsHelpError
 
 import trilane
 from trilane.config.options import check_value, option
 from trilane.utils.hooks import hook
 from trilane.utils.process import install_command
 from trilane.utils.tables import one_line, printable
-from trilane.utils.validation import parse_count, require, require_known, shown
+from trilane.utils.validation import parse_count, require_known, shown
 
 GROUPS = {
     "run": "execute one notebook of a study, or all in order",
@@ -49,24 +49,16 @@ class Group(click.Group):
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(self.commands)
 
-    def described(self) -> list[tuple[str, str]]:
-        """Each command that help shows, with the first sentence of its own."""
-        commands = self.commands.items()
-        return [(name, c.get_short_help_str(limit=200)) for name, c in commands if not c.hidden]
 
-    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        with formatter.section("Commands"):
-            formatter.write_dl(self.described())
-
-
-class Root(Group):
+class Root(click.Group):
     """The groups and commands of GROUPS, each imported when it is asked for."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(GROUPS)
 
-    def described(self) -> list[tuple[str, str]]:
-        return list(GROUPS.items())
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl(list(GROUPS.items()))
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in GROUPS:
@@ -95,11 +87,6 @@ class Answer:
         """The answer of what has to_json() and summary(); exit code 1 where it `failed`."""
         return cls(found.to_json(), found.summary(), int(bool(failed)))
 
-    @classmethod
-    def lines(cls, name: str, text: str) -> "Answer":
-        """A text, whose lines are a list of that name in JSON."""
-        return cls({name: text.splitlines()}, text)
-
     def show(self, as_json: bool) -> int:
         """Print it; the exit code."""
         if self.text is not None and not as_json:
@@ -123,7 +110,7 @@ class Typed(click.ParamType):
     def __init__(self, kind: Any, facts: Any) -> None:
         self.kind = kind
         self.facts = facts
-        self.name = {int: "integer", float: "number"}.get(kind, "text")
+        self.name = getattr(kind, "__name__", "text")
         self.words = YES_OR_NO if kind is bool else facts.get("choices", ())
 
     def get_metavar(self, param: click.Parameter, ctx: click.Context) -> str | None:
@@ -140,8 +127,6 @@ class Typed(click.ParamType):
         if self.kind is bool:
             return value == "yes"
         if self.kind is Path:
-            # Path("") is the current folder, which nobody means by an empty variable of a shell
-            require(value != "", name, repr(value), "is empty")
             return Path(value)
         if self.kind not in (int, float):
             return value
@@ -157,25 +142,16 @@ class Typed(click.ParamType):
 
 def parameters_of(p: inspect.Parameter, hint: Any) -> list[click.Parameter]:
     """What a parameter of a command is on the command line."""
-    if p.kind is p.VAR_POSITIONAL:
-        return [click.Argument([p.name], nargs=-1, required=hint is not Any, type=Typed(hint, {}))]
+    source = hint
     if typing.get_origin(hint) is typing.Annotated:
         source = typing.get_args(hint)[1]
-    else:
-        source = hint
     if dataclasses.is_dataclass(source) and p.default is p.empty:
         fields = [f for f in dataclasses.fields(source) if f.metadata.get("cli", True)]
-        return [_option(f.name, f.type, f, _is_open(p, hint)) for f in fields]
-    if p.default is p.empty:
+        return [_parameter(f.name, f.type, f, _is_open(p, hint)) for f in fields]
+    field = p.default
+    if field is p.empty:
         field = option(argument=None)
-    else:
-        field = p.default
-    if "argument" not in field.metadata:
-        return [_option(p.name, hint, field)]
-    kind = Typed(_kind(hint), field.metadata)
-    required = field.default is dataclasses.MISSING
-    metavar = field.metadata["argument"]
-    return [click.Argument([p.name], required=required, type=kind, metavar=metavar)]
+    return [_parameter(p.name, hint, field)]
 
 
 def _is_open(p: inspect.Parameter, hint: Any) -> bool:
@@ -183,43 +159,36 @@ def _is_open(p: inspect.Parameter, hint: Any) -> bool:
     return typing.get_origin(hint) is typing.Annotated and p.kind is not p.VAR_KEYWORD
 
 
-def _kind(hint: Any) -> Any:
-    """The class of one value: int of `int | None`, str of tuple[str, ...]."""
-    kinds = typing.get_args(hint)
-    if typing.get_origin(hint) is tuple or NoneType in kinds:
-        return kinds[0]
-    return hint
-
-
-def _option(name: str, hint: Any, field: Any, is_open: bool = False) -> click.Option:
-    """The option of a field; one that `is_open` has no default and need not be given."""
+def _parameter(name: str, hint: Any, field: Any, is_open: bool = False) -> click.Parameter:
+    """The argument or option of a field; one that `is_open` has no default, and may be left out."""
     facts = field.metadata
+    is_several = typing.get_origin(hint) is tuple
+    kinds = typing.get_args(hint)
+    if is_several or NoneType in kinds:
+        kind = Typed(kinds[0], facts)
+    else:
+        kind = Typed(hint, facts)
+    required = field.default is dataclasses.MISSING and not is_open
+    if "argument" in facts:
+        nargs = -1 if is_several else 1
+        metavar = facts["argument"]
+        return click.Argument([name], required=required, type=kind, nargs=nargs, metavar=metavar)
     flag = f"--{facts.get('name', name).replace('_', '-')}"
-    settings: dict[str, Any] = {"help": facts["help"]}
     if hint is bool and not is_open:
-        settings["is_flag"] = True
-        settings["default"] = field.default
         if field.default:
             flag += f"/--no-{flag[2:]}"
-    else:
-        settings["type"] = Typed(_kind(hint), facts)
-        settings["metavar"] = facts.get("metavar")
-        settings["multiple"] = typing.get_origin(hint) is tuple
-        settings["nargs"] = facts.get("nargs", 1)
-        settings["required"] = field.default is dataclasses.MISSING and not is_open
-        if isinstance(field.default, int | float | str) and field.default and not is_open:
-            default = field.default
-            text = f"{default:g}" if isinstance(default, float) else default
-            settings["help"] += f"  [default: {text}]"
+        return click.Option([flag, name], is_flag=True, default=field.default, help=facts["help"])
     names = [flag, name]
     if "short" in facts:
         names.insert(0, facts["short"])
-    return click.Option(names, **settings)
+    settings = {"metavar": facts.get("metavar"), "nargs": facts.get("nargs", 1)}
+    if not required and not is_open and field.default:
+        settings["show_default"] = str(field.default)
+    several = {"multiple": is_several, "required": required}
+    return click.Option(names, type=kind, help=facts["help"], **several, **settings)
 
 
-def command(
-    group: click.Group | None, name: str = "", cls: type[click.Command] = click.Command
-) -> Callable[[Callable], click.Command]:
+def command(group: click.Group | None, name: str = "") -> Callable[[Callable], click.Command]:
     """Make a function a command of the group, with --json where it returns an Answer; an int is the
     exit code.
     """
@@ -240,27 +209,24 @@ def command(
             shown.append(click.Option(["--json", "as_json"], is_flag=True, help="print JSON"))
 
         def run(as_json: bool = False, **given: Any) -> int:
-            words: Sequence[Any] = ()
             keywords = dict[str, Any]()
             for p in parameters:
                 values = {n: v for n, v in given.items() if takers[n] is p and v is not None}
-                if p.kind is p.VAR_POSITIONAL:
-                    words = [*keywords.values(), *values[p.name]]  # those before it, too
-                    keywords.clear()
-                elif p.kind is p.VAR_KEYWORD:
+                if p.kind is p.VAR_KEYWORD:
                     keywords |= values
                 elif p.name in given:
                     keywords[p.name] = values[p.name] if values else p.default.default
+                elif _is_open(p, hints[p.name]):
+                    keywords[p.name] = values
                 else:
-                    is_dict = _is_open(p, hints[p.name])
-                    keywords[p.name] = values if is_dict else hints[p.name](**values)
-            answer = function(*words, **keywords)
+                    keywords[p.name] = hints[p.name](**values)
+            answer = function(**keywords)
             if isinstance(answer, Answer):
                 return answer.show(as_json)
             return answer
 
         help = inspect.getdoc(function)
-        made = cls(name or function.__name__, callback=run, params=shown, help=help)
+        made = click.Command(name or function.__name__, callback=run, params=shown, help=help)
         if group is not None:
             group.add_command(made)
         return made
@@ -316,16 +282,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def message(error: Exception) -> str:
     """The error as `field=value: the rule`."""
     match error:
-        case NoSuchCommand(command_name=name, ctx=click.Context(command=Group() as group) as at):
-            try:
-                require_known("command", name, group.list_commands(at))
-            except ValueError as unknown:
-                return str(unknown)
-        case click.BadOptionUsage(option_name=name):
-            return f"{name.lstrip('-')}=missing: needs a value"
-        case click.MissingParameter(param=click.Parameter(opts=[name, *_])):
-            return f"{name.lstrip('-')}=missing: is required"
-        case click.UsageError(ctx=click.Context(command_path=path)):
+        case click.UsageError():
+            path = error.ctx.command_path if error.ctx else "trilane"
             return f"command={path}: {error.format_message()}"
         case OSError(filename=str() as name, strerror=str() as reason):
             return f"file={name}: {reason}"

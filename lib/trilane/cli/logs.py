@@ -4,8 +4,6 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-import click
-
 from trilane.analysis import compare as comparison
 from trilane.analysis import tables
 from trilane.analysis.collect import measure_all, measure_path, read_folder
@@ -21,8 +19,8 @@ from trilane.utils.tables import csv_text
 from trilane.utils.validation import require
 
 logs = Group("logs", help=GROUPS["logs"])
+LOGS = option(argument="LOGS...")
 DIALECT = option((), "how your trainer prints its iterations (JSON); repeatable", metavar="FILE")
-MOST_NOTES = 10  # as many lines on stderr as a person reads
 
 
 def exit_code(unread: Sequence[str], read: Sequence[object]) -> int:
@@ -35,7 +33,7 @@ def exit_code(unread: Sequence[str], read: Sequence[object]) -> int:
 
 @command(logs)
 def parse(
-    *logs: Path,
+    logs: tuple[Path, ...] = LOGS,
     csv: Path | None = option(None, "write all iterations of all runs to FILE", metavar="FILE"),
     dialect: tuple[Path, ...] = DIALECT,
 ) -> Answer:
@@ -68,9 +66,8 @@ def table(
     """
     use(dialect)
     rows, bad = read_folder(folder)
-    note(bad[:MOST_NOTES], label="trilane: left out: ")
-    if len(bad) > MOST_NOTES:
-        note([f"left out: {len(bad) - MOST_NOTES} more, which --json names"])
+    if bad:
+        note([f"left_out={len(bad)}: files that --json names, the first: {bad[0]}"])
     rule = "holds no run: neither plan.json with run.log, nor a training log"
     require(bool(rows), "folder", folder, rule)
     if sort:
@@ -83,39 +80,25 @@ def table(
     return Answer({"folder": str(folder), "rows": values, "left_out": bad}, text)
 
 
-class CompareCommand(click.Command):
-    """`--with` takes all words that follow it, up to the next option."""
-
-    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Each word after `--with` as a `--with` of its own."""
-        words = list[str]()
-        for word in args:
-            if words[-2:-1] == ["--with"] and not word.startswith("-"):
-                words.append("--with")
-            words.append(word)
-        return super().parse_args(ctx, words)
-
-
-@command(logs, cls=CompareCommand)
+@command(logs)
 def compare(
-    *a: str,
+    a: tuple[str, ...] = option(argument="A..."),
     b: tuple[str, ...] = option(
-        help="logs or run folders of the other variant", name="with", metavar="B..."
+        help="a log or run folder of the other variant; repeatable", name="with", metavar="B"
     ),
-    confidence: float = option(0.95, "of the interval", above=0),
 ) -> Answer:
     """Print whether the runs of B are faster than those of A: logs or run folders of
     two variants.
     """
     runs_a = [run for path in a for run in measure_path(path)]
     runs_b = [run for path in b for run in measure_path(path)]
-    found = comparison.compare(runs_a, runs_b, confidence)
+    found = comparison.compare(runs_a, runs_b)
     values = {**asdict(found), "decided": found.decided, "verdict": found.sentence}
     return Answer(values, found.summary())
 
 
 @command(logs)
-def spikes(*logs: str) -> Answer:
+def spikes(logs: tuple[str, ...] = LOGS) -> Answer:
     """Print where loss or gradient norm left their course, and what restarts did not continue; logs
     in their order.
 
@@ -129,12 +112,11 @@ def spikes(*logs: str) -> Answer:
         except (ValueError, OSError) as error:
             bad.append(str(error))
             continue
-        numbered = [
-            log for log in runs if log.first_iteration is not None or not len(log.iterations)
-        ]
-        read += numbered
-        if len(numbered) < len(runs):
-            bad.append(f"log={name}: its iterations have no numbers")
+        for log in runs:
+            if log.first_iteration is None and len(log.iterations):
+                bad.append(f"log={name}: its iterations have no numbers")
+            else:
+                read.append(log)
     code = exit_code(bad, read)
     if code == 2:
         return Answer(code=code)

@@ -40,10 +40,7 @@ Choices = Annotated[dict[str, Any], Topology]
 @command(plan)
 def size(
     *,
-    params: float = option(0.0, "parameters of the model: 200B, 1.3e9, 350M", above=0),
-    days: float = option(
-        0.0, "instead of --params: the largest that end within so many days", above=0
-    ),
+    params: float = option(help="parameters of the model: 200B, 1.3e9, 350M", above=0),
     cluster: str = option(help=CLUSTER),
     calibration: str = CALIBRATION,
     top: int = option(10, "shapes to list", minimum=1),
@@ -53,19 +50,12 @@ def size(
     """List shapes of a target size, layers x hidden, each with its best topology, days and
     GPU-hours.
 
-    With --days instead of --params: the largest shapes that end in time with 90 % probability,
-    failures and checkpoints counted as by `plan calendar`. Exit code 1 where none can run, or none
-    ends in time.
+    Exit code 1 where none can run. `plan best` lists the largest that end within some days.
     """
-    named = f"{params:g}" if params else "missing"
-    require(bool(params) != bool(days), "params", named, "give either --params or --days")
     machine = load_cluster(cluster)
     asked["cluster"] = machine
     asked["calibration"] = constants(machine, calibration)
     asked["choices"] = choices
-    if days:
-        in_time = deadline.sizes_within(days, **asked)
-        return Answer(in_time.to_json(top), in_time.as_text(top), int(not in_time.rows))
     found = survey(SizeRequest(parameters=params, **asked))
     return Answer(found.to_json(top), found.as_text(top), int(not found.rows))
 
@@ -215,12 +205,7 @@ def calendar(
     """
     found = forecast(plan, tokens=tokens, **given)
     note(replaced(found.request.plan, found.request.calibration))
-    r = found.record
-    lost = [f"{cause} {days:.1f}" for cause, days in r["lost_days"].items() if days >= 0.05]
-    rows = found.rows() | {"lost days": ", ".join(lost)}
-    rows["support"] = r["prediction"]["support"]["words"]
-    lines = [f"{r['plan']}: {r['tokens']:g} tokens, {r['iterations']} iterations from {r['start']}"]
-    lines += [f"{name:21} {text}" for name, text in rows.items()]
+    lines = [f"{name:21} {text}" for name, text in found.rows().items()]
     return Answer(found.to_json(), "\n".join(lines))
 
 

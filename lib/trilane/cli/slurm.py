@@ -1,6 +1,5 @@
 """`trilane slurm`: pre-flight check, scripts, jobs, sweeps, chains, sites."""
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -8,7 +7,7 @@ from typing import Any
 
 from trilane.cli.app import GROUPS, Answer, Group, command, note
 from trilane.config.options import option
-from trilane.config.plan import Plan, locate_plan, read_plan
+from trilane.config.plan import locate_plan, read_plan
 from trilane.costmodel.shipped import constants_of, replaced
 from trilane.launch.local import run_folder as run_folder_of
 from trilane.slurm import chain as chains
@@ -26,7 +25,7 @@ from trilane.workspace.study import run_folders
 
 slurm = Group("slurm", help=GROUPS["slurm"])
 TRY_AGAIN = 75  # EX_TEMPFAIL of sysexits.h
-MARGIN = 1.25  # jobs of --until-done, relative to the predicted hours
+RUNS = option(argument="RUNS...")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,16 +50,10 @@ def check(plan: Path, job: Job) -> Answer:
         require_file("plan", file)
         found = [preflight.of_error(error)]
     else:
-        note_constants(read, job.site)
         found = preflight.check_job(read, job.site, job, Run(file.parent), job.allow)
     text = "\n".join(finding.summary() for finding in found) or "nothing found"
     values = {"findings": [finding.to_json() for finding in found]}
     return Answer(values, text, int(bool(preflight.refused(found))))
-
-
-def note_constants(plan: Plan, site: Site) -> None:
-    """Where the nodes are predicted by others than the plan's constants, that goes to stderr."""
-    note(replaced(plan, constants_of(plan, cluster=scripts.nodes_of(plan, site))))
 
 
 @command(slurm)
@@ -74,16 +67,13 @@ def script(
 
 @command(slurm)
 def submit(
-    *runs: str,
     job: Job,
+    runs: tuple[str, ...] = RUNS,
     parallel: int = option(
         0, "jobs that may run at the same time; 0: all, of a chain 1", minimum=0
     ),
     times: int = option(
         1, "jobs for each run, one after another, where one time limit is not enough", minimum=1
-    ),
-    until_done: bool = option(
-        False, "as many jobs as 1.25 times the predicted hours need; what is left ends at once"
     ),
     failed: bool = option(False, "only runs that failed and may succeed now"),
     rewrite: bool = option(False, "write job.sbatch anew, for this site and these options"),
@@ -96,8 +86,7 @@ def submit(
 ) -> Answer:
     """Submit runs that have not completed: all, or if the check refuses one, none."""
     client.require_answer("; nothing was submitted: submit again when it answers")
-    folders = dict.fromkeys(folders_of(runs))
-    every = [Run(folder) for folder in folders]
+    every = [Run(folder) for folder in dict.fromkeys(folders_of(runs))]
     # where all are completed, the check refuses them with that reason
     asked = [run for run in every if not run.is_completed] or every
     if failed:
@@ -111,16 +100,8 @@ def submit(
     allow = (*job.allow, "changes") if accept_changes else job.allow
     findings = dict[Run, list[JobFinding]]()
     for run in asked:
-        note_constants(run.plan, job.site)
         findings[run] = preflight.check_job(run.plan, job.site, job, run, allow)
     is_refused = any(preflight.refused(found) for found in findings.values())
-    rows = []
-    if dry_run or until_done:
-        rows = chains.costs({run.folder: run.plan for run in asked}, job)
-    counts = dict.fromkeys(map(str, folders), times)
-    if until_done:
-        for row in rows:
-            counts[row["run"]] = max(times, math.ceil(MARGIN * row["jobs"]))
     submitted = dict[Run, list[str]]()
     if not is_refused and not dry_run:
         if accept_changes:
@@ -133,7 +114,7 @@ def submit(
             most = 1
         else:
             most = parallel
-        each = [counts[str(run.folder)] for run in others]
+        each = [times] * len(others)
         for run, one in jobs.submit_all(others, job.site, job, times=each, parallel=most):
             submitted.setdefault(run, []).append(one)
     lines = []
@@ -147,6 +128,7 @@ def submit(
     for run, ids in submitted.items():
         values["submitted"][str(run.folder)] = ids
     if dry_run:
+        rows = chains.costs({run.folder: run.plan for run in asked}, job)
         values["runs"] = rows
         lines.append(chains.costs_text(rows))
     return Answer(values, "\n".join(lines) or "nothing to submit", int(is_refused))
@@ -154,7 +136,8 @@ def submit(
 
 @command(slurm)
 def status(
-    *runs: str, lines: int = option(0, "of each run's log, at its end", minimum=0)
+    runs: tuple[str, ...] = RUNS,
+    lines: int = option(0, "of each run's log, at its end", minimum=0),
 ) -> Answer:
     """Print every job of runs: its place in the queue, progress, status; exit code 1 where one
     failed.
@@ -177,7 +160,7 @@ def status(
 
 
 @command(slurm)
-def cancel(*runs: str) -> Answer:
+def cancel(runs: tuple[str, ...] = RUNS) -> Answer:
     """Cancel the jobs of runs."""
     ids = jobs.cancel(folders_of(runs))
     return Answer(
@@ -187,7 +170,7 @@ def cancel(*runs: str) -> Answer:
 
 @command(slurm)
 def watch(
-    *runs: str,
+    runs: tuple[str, ...] = RUNS,
     every: float = option(60.0, "polling interval (s)", above=0),
     seconds: float = option(7 * 86400.0, "end after so many, with exit code 75", above=0),
 ) -> int:
