@@ -1,6 +1,5 @@
 """A transformer layer of one's own, as a plan holds it: a class, and the text of its file."""
 
-import ast
 import hashlib
 import inspect
 import linecache
@@ -62,28 +61,18 @@ def read_layer(name: str, folder: Path) -> Layer:
 def layer_of(layer: str | type) -> Layer:
     """The layer of a class, or of a name as in read_layer().
 
-    Of a notebook's cell the imports, functions, classes and constants are kept: what the class uses
-    must stand there. ValueError for a class without a text.
+    The text of a class is that of its file or of its notebook cell, whole: each process runs it.
+    ValueError for a class without a text.
     """
     if isinstance(layer, str):
         return read_layer(layer, Path.cwd())
     if "." in layer.__module__:
         return Layer(name=f"{layer.__module__}:{layer.__name__}")
-    if layer.__module__ != "__main__":
-        # a file of the current folder, in which no other process looks for modules
-        return read_layer(f"{inspect.getfile(layer)}:{layer.__name__}", Path.cwd())
     functions = filter(inspect.isfunction, vars(layer).values())
     files = [inspect.unwrap(function).__code__.co_filename for function in functions]
     # IPython keeps the text of each cell by a name of its own
-    cell = "".join(linecache.getlines(files[0])) if files else ""
+    text = "".join(linecache.getlines(files[0])) if files else ""
     rule = "is in no file; write it to one (%%writefile layer.py), and give layer.py:CLASS"
-    require(bool(cell), "layer", layer.__name__, rule)
-    definitions = [ast.unparse(node) for node in ast.parse(cell).body if _defines(node)]
-    return Layer(name=f"cell.py:{layer.__name__}", source="\n".join(definitions) + "\n")
-
-
-def _defines(node: ast.stmt) -> bool:
-    """Whether a statement of a cell defines something and runs nothing else."""
-    if isinstance(node, ast.Assign):
-        return not any(isinstance(part, ast.Call) for part in ast.walk(node.value))
-    return isinstance(node, ast.Import | ast.ImportFrom | ast.ClassDef | ast.FunctionDef)
+    require(bool(text), "layer", layer.__name__, rule)
+    name = "cell.py" if layer.__module__ == "__main__" else Path(files[0]).name
+    return Layer(name=f"{name}:{layer.__name__}", source=text)
