@@ -11,7 +11,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from trilane.config.engines import has_kernels, shows_gpu
+from trilane.config.engines import shows_gpu
 from trilane.config.plan import Plan
 from trilane.utils.process import held_port
 from trilane.utils.validation import HostError, require, shown
@@ -178,7 +178,9 @@ def own_device(precision: str) -> torch.device:
             rule = f"needs compute capability {least[0]}.{least[1]}, this card has {has}"
             raise HostError(f"precision={precision}: {rule}; use {other}")
     built = torch.cuda.get_arch_list()
-    if not has_kernels(card, built):
+    # machine code of an earlier version runs, that of a later one does not
+    oldest = min(int(name[3:].rstrip("af")) for name in built if name.startswith("sm_"))
+    if 10 * card[0] + card[1] < oldest:
         why = f"has no kernels for this card of compute capability {has} ({', '.join(built)})"
         # PyTorch's CUDA support matrix (RELEASE.md)
         rule = "builds for CUDA 12.6 know cards before 7.5, as `make venv CUDA=126` installs"

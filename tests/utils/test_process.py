@@ -2,14 +2,12 @@
 enough files.
 """
 
-import contextlib
 import errno
 import os
 import re
 import socket
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from support import REPOSITORY, plant_modules
@@ -74,20 +72,3 @@ def test_a_held_port_goes_to_nobody_but_the_store_that_it_was_held_for() -> None
         server = socket.create_server(("127.0.0.1", port))  # with SO_REUSEADDR, as torch's store
     with server, socket.create_connection(("127.0.0.1", port)):
         pass
-
-
-@pytest.mark.parametrize(
-    ("installed", "needs"),
-    [("0.17.1", False), ("0.18.0rc1", True), ("0.19.2", True), ("1.0", True)],
-)
-def test_an_engine_without_triton_is_one_line_where_megatron_core_imports_it(
-    installed: str, needs: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """transformer/moe/paged_stash.py of 0.18.2, which `import megatron.core` reaches."""
-    found = SimpleNamespace(version=installed)
-    monkeypatch.setattr("trilane.utils.process.distributions", lambda name: [found])
-    monkeypatch.setattr("trilane.utils.process.find_spec", {"torch": found}.get)
-    rule = f"^triton=missing: megatron-core {installed} imports it: pip install triton$"
-    with pytest.raises(ValueError, match=rule) if needs else contextlib.nullcontext():
-        python("-m", "trilane_engine.bench")
-    python("-m", "trilane_engine.bench", program="python")  # elsewhere

@@ -6,11 +6,9 @@ stage.
 """
 
 import os
-import re
-import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from importlib.metadata import distributions
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -18,19 +16,8 @@ from trilane.config.cluster import Cluster
 from trilane.config.model import ModelShape
 from trilane.config.parallelism import RECOMPUTE, Topology
 from trilane.config.shapes import misfit_of
-from trilane.utils.validation import HostError
 
 ENGINES = ("megatron", "deepspeed-zero", "deepspeed-3d", "hf-zero3")
-# A package -> what of it goes with megatron-core, from that release on.
-BESIDE_MEGATRON = {
-    # of 0.16.1 its own extra `dev`; later ones name no bound: each call in their
-    # extensions/transformer_engine.py, and ours, has its parameters in 2.9 to 2.20, and
-    # Megatron-LM's branches of 0.17 to 0.19 are built with 2.14 to 2.17
-    "transformer-engine[pytorch]": {(0, 16): ">=2.9,<2.12", (0, 17): ">=2.9,<2.21"},
-    # dist_checkpointing/strategies/nvrx.py of 0.17 and newer fails at its import beside an older
-    # one
-    "nvidia-resiliency-ext": {(0, 16): ">=0.4", (0, 17): ">=0.6"},
-}
 
 
 def default_precision(cluster: Cluster) -> str:
@@ -151,43 +138,9 @@ def untrainable_reason(topology: Topology, fused: str = "auto") -> str | None:
         choice = "run.fused=te"
     else:
         return None
-    if not installed_version("transformer-engine"):
-        return f"{choice}: needs Transformer Engine, which is not installed here"
-    return version_misfit("transformer-engine[pytorch]") or None
-
-
-def installed_version(package: str) -> str:
-    """The version of a package that is installed here; "" where it is not."""
-    return next((found.version for found in distributions(name=package)), "")
-
-
-def version_misfit(package: str) -> str:
-    """Why the package of BESIDE_MEGATRON does not go with the megatron-core beside it, as
-    `package=version: the rule`.
-
-    "" where it does, and where either is not installed.
-    """
-    name = package.partition("[")[0]
-    version = installed_version(name)
-    megatron = installed_version("megatron-core")
-    if not version or not megatron:
-        return ""
-    # a version without numbers, such as "nightly", counts as the oldest
-    release, *_ = [*_releases(version), (0, 0)]
-    core, *_ = [*_releases(megatron), (0, 0)]
-    rows = BESIDE_MEGATRON[package]
-    bounds = rows[max((since for since in rows if since <= core), default=min(rows))]
-    low, *ends = _releases(bounds)
-    if low <= release and all(release < end for end in ends):
-        return ""
-    rule = f"megatron-core {megatron} goes with {bounds}: pip install '{package}{bounds}'"
-    return f"{name}={version}: {rule}"
-
-
-def _releases(versions: str) -> list[tuple[int, int]]:
-    """The first two numbers of each version in a text."""
-    pairs = re.findall(r"(\d+)\.(\d+)[\w.+]*", versions)
-    return [(int(first), int(second)) for first, second in pairs]
+    if find_spec("transformer_engine"):
+        return None
+    return f"{choice}: needs Transformer Engine, which is not installed here"
 
 
 def drops_hidden(engine: str, shape: ModelShape) -> bool:
@@ -206,40 +159,10 @@ def shows_gpu() -> bool:
     return visible not in ("", "-1", "NoDevFiles") and any(Path("/dev").glob("nvidia[0-9]*"))
 
 
-def has_kernels(card: tuple[int, int], built: Sequence[str]) -> bool:
-    """Whether torch, `built` for torch.cuda.get_arch_list(), has kernels for a card of that compute
-    capability.
-
-    Machine code (sm_75) runs on its major version from its minor version on, PTX (compute_90) on
-    all cards from its version on (CUDA C++ Programming Guide, binary and PTX compatibility); with a
-    letter (sm_90a) on its own card alone.
-    """
-    for name in built:
-        kind, _, number = name.partition("_")
-        digits = number.rstrip("af")
-        version = (int(digits[:-1]), int(digits[-1]))
-        if version == card:
-            return True
-        reaches = kind == "compute" or version[0] == card[0]
-        if number.isdigit() and version < card and reaches:
-            return True
-    return False
-
-
 def require_trainable(topology: Topology, fused: str = "auto") -> None:
-    """Raise ValueError where no engine here can train it, HostError where this host lacks
-    DeepSpeed's compiler.
-    """
-    # newer wheels of nvidia-resiliency-ext are for glibc 2.39 alone: it may have to go
-    reason = untrainable_reason(topology, fused) or version_misfit("nvidia-resiliency-ext")
-    if reason:
+    """Raise ValueError where no engine here can train it."""
+    if reason := untrainable_reason(topology, fused):
         raise ValueError(reason)
-    compiler, *_ = os.environ.get("CXX", "").split() or ["c++"]  # options may follow it
-    # DeepSpeed compiles its Adam for the host when it starts; torch's would take 5 to 7 times as
-    # long there.
-    if topology.offload != "none" and shows_gpu() and not shutil.which(compiler):
-        rule = f"DeepSpeed compiles its Adam for the host, and there is no C++ compiler {compiler}"
-        raise HostError(f"offload={topology.offload}: with a GPU {rule} (CXX)")
 
 
 def unsupported_reason(engine: str, shape: ModelShape, topology: Topology) -> str | None:

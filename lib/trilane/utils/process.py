@@ -7,7 +7,6 @@ import ctypes
 import multiprocessing.process
 import os
 import queue
-import re
 import resource
 import shlex
 import signal
@@ -16,7 +15,6 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from importlib.metadata import distributions
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NoReturn, TypeAlias
@@ -31,28 +29,15 @@ def python(*arguments: str, program: str = sys.executable) -> list[str]:
     """The command `python ARGUMENTS`, also for srun: run(python("-m", "trilane",
     "--version")).stdout.
 
-    Where it would run an engine here, ValueError if torch, of the extra `train`, is missing, or
-    megatron-core lacks triton.
+    Where it would run an engine here, ValueError if torch, of the extra `train`, is missing.
     """
     module = arguments[1] if len(arguments) > 1 else ""
-    if module.startswith("trilane_engine") and program == sys.executable:
-        if find_spec("torch") is None:
-            raise ValueError(f"torch=missing: is installed by {install_command('train')}")
-        installed = next((found.version for found in distributions(name="megatron-core")), "")
-        if imports_triton(installed) and find_spec("triton") is None:
-            rule = f"megatron-core {installed} imports it: pip install triton"
-            raise ValueError(f"triton=missing: {rule}")
+    is_engine = module.startswith("trilane_engine") and program == sys.executable
+    if is_engine and find_spec("torch") is None:
+        raise ValueError(f"torch=missing: is installed by {install_command('train')}")
     # Without -P Python puts the current folder first in sys.path, and runs a colleague's `json.py`
     # in place of its own.
     return [program, "-P", *arguments]
-
-
-def imports_triton(megatron: str) -> bool:
-    """Whether this release of megatron-core imports triton: from 0.18 on. It does not require it,
-    and a CPU build of torch has none.
-    """
-    numbers = re.match(r"(\d+)\.(\d+)", megatron)
-    return numbers is not None and (int(numbers[1]), int(numbers[2])) >= (0, 18)
 
 
 def install_command(extra: str) -> str:
