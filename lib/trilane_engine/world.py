@@ -177,11 +177,9 @@ def own_device(precision: str) -> torch.device:
         if card < least:
             rule = f"needs compute capability {least[0]}.{least[1]}, this card has {has}"
             raise HostError(f"precision={precision}: {rule}; use {other}")
-    built = torch.cuda.get_arch_list()
-    # machine code of an earlier version runs, that of a later one does not
-    oldest = min(int(name[3:].rstrip("af")) for name in built if name.startswith("sm_"))
-    if 10 * card[0] + card[1] < oldest:
-        why = f"has no kernels for this card of compute capability {has} ({', '.join(built)})"
+    oldest = torch.cuda.get_arch_list()[0]  # torch's builds name the oldest card first
+    if 10 * card[0] + card[1] < int(oldest.removeprefix("sm_")):
+        why = f"has no kernels for this card of compute capability {has}"
         # PyTorch's CUDA support matrix (RELEASE.md)
         rule = "builds for CUDA 12.6 know cards before 7.5, as `make venv CUDA=126` installs"
         raise HostError(f"torch={torch.__version__}: {why}; {rule}")
