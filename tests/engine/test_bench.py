@@ -61,20 +61,19 @@ from pathlib import Path
 from trilane_engine.bench import storage
 storage.BLOCKS = 2
 rates, how = storage.measure(world, Path(FOLDER), 1)
-print(sorted(rates), min(rates.values()) > 0, "at most 8 MB each, fsync" in how)
-print(storage.measure(world, Path(FOLDER) / "none", 1))
-print(storage.measure(world, Path(SMALL), 1))
-storage.available = lambda place: (1e12, 1e9)  # as where others fill the disk meanwhile
-print(storage.measure(world, Path(SMALL), 1))
+print(sorted(rates), min(rates.values()) > 0, "8 MB each, fsync" in how)
+for folder in (Path(FOLDER) / "none", Path(SMALL)):
+    try:
+        storage.measure(world, folder, 1)
+    except OSError as error:
+        print(error)
 """
 
 
 def test_storage_is_measured_as_it_is_saved_and_nothing_stays(
     ask: Callable, tmp_path: Path
 ) -> None:
-    """Also where the folder is missing, too full to begin, and full halfway: one line, and the same
-    on all ranks.
-    """
+    """Also where the folder is missing, and where the disk is full: OSError on all ranks."""
     folder = tmp_path / "folder"
     small = tmp_path / "small"
     folder.mkdir()
@@ -85,12 +84,11 @@ def test_storage_is_measured_as_it_is_saved_and_nothing_stays(
     try:
         code = f"FOLDER, SMALL = {str(folder)!r}, {str(small)!r}\n{STORAGE}"
         lines = ask(small_plan(tmp_path, dp=2), code).splitlines()
-        rates, none, full, halfway = lines[:4]
-        assert lines[4:] == lines[:4]
+        rates, none, full = lines[:3]
+        assert lines[3:] == lines[:3]
         assert rates == "['read_bytes_per_s', 'storage_nodes', 'write_bytes_per_s'] True True"
-        assert none == str(({}, f"{folder / 'none'}: No such file or directory"))
-        assert full == str(({}, f"{small}: too little is free for 2 files of 8 MB"))
-        assert re.fullmatch(r"\({}, 'rank [01]: No space left on device'\)", halfway)
+        assert "No such file or directory" in none
+        assert re.fullmatch("rank [01]: No space left on device", full)
         assert not [*folder.iterdir(), *small.iterdir()]
     finally:
         subprocess.run(["umount", str(small)], check=True)

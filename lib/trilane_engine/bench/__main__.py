@@ -111,7 +111,7 @@ def measured(world: Any, context: float, name: str, folder: Path, processes: int
     from trilane_engine.bench import storage
     from trilane_engine.bench.rates import of_device
     from trilane_engine.report import print_note
-    from trilane_engine.world import core_numbers, gather_values
+    from trilane_engine.world import core_numbers, error_text, gather_values
 
     hosts = gather_values(world, platform.node())
     counts = Counter(hosts)
@@ -127,9 +127,11 @@ def measured(world: Any, context: float, name: str, folder: Path, processes: int
     if world.is_first or not processes:  # where ranks stand for others only the first measures
         own |= of_device(world.device)
     own |= _links(world, hosts, processes)
-    saved, how = storage.measure(world, folder, len(counts))
-    if not saved:
-        how = f"not measured: {how}"
+    saved: dict[str, Any] = {}
+    try:
+        saved, how = storage.measure(world, folder, len(counts))
+    except OSError as error:
+        how = f"not measured: {folder}: {error_text(error)}"
         if world.is_first:
             print_note(f"storage is {how}")
     every = gather_values(world, own)
