@@ -120,10 +120,10 @@ def test_a_trained_checkpoint_is_a_model_of_transformers(
     fork: Callable, ask: Callable, data: Path, tmp_path: Path
 ) -> None:
     """The loss of the last iteration belongs to the weights of the checkpoint before it, of two
-    stages of two ranks; the tokens that follow a text are the likeliest ones.
+    stages of two ranks.
     """
     import torch
-    from transformers import AutoTokenizer, LlamaForCausalLM
+    from transformers import LlamaForCausalLM
 
     from trilane_engine.checkpoint.huggingface import main
 
@@ -140,13 +140,6 @@ def test_a_trained_checkpoint_is_a_model_of_transformers(
         scores = model(tokens).logits
     loss = torch.nn.functional.cross_entropy(scores.flatten(0, 1), labels.flatten())
     assert loss.item() == pytest.approx(steps(folder)[-1]["lm_loss"], abs=1e-5)
-    text = "ba dé\x00\n"
-    tokenizer = AutoTokenizer.from_pretrained(out)
-    given = tokenizer(text, return_tensors="pt")
-    tokens = model.generate(**given, max_new_tokens=8, do_sample=False)
-    assert given["input_ids"][0].tolist() == [*text.encode()]
-    assert tokenizer.decode(tokens[0]).startswith(text)
-    assert {tokenizer.eos_token_id, tokenizer.bos_token_id, model.config.eos_token_id} == {256}
 
 
 def test_the_tokenizer_of_a_folder_is_that_of_the_training(tmp_path: Path) -> None:

@@ -75,7 +75,7 @@ def huggingface(
         0, "rows of the embedding in OUT: without those of padding", minimum=1
     ),
     tokenizer: str = option(
-        "", "bytes, or a folder with a tokenizer.json, where it is not that of the training"
+        "", "a folder with a tokenizer.json, where it is not that of the training"
     ),
 ) -> None:
     """Write a checkpoint (of a run folder the newest), with its tokenizer, as a folder of Hugging

@@ -15,7 +15,7 @@ optimizer's moments as well as for weights.
 import dataclasses
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +23,6 @@ import torch
 from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors import SafetensorError
 from safetensors.torch import save_file
-from tokenizers import Tokenizer as Coder
-from tokenizers import decoders, models
 from torch import Tensor
 
 from trilane.config.layer import STANDARD
@@ -34,9 +32,7 @@ from trilane.utils.files import replace_text
 from trilane.utils.tables import one_line
 from trilane.utils.validation import from_mapping, require
 from trilane.workspace import checkpoints
-from trilane.workspace.prepared_corpora import existing_pair
 from trilane_engine.checkpoint.slices import assemble
-from trilane_engine.data.corpus import Tokenizer
 from trilane_engine.data.corpus import tokenizer as read_tokenizer
 from trilane_engine.model.parameters import whole_sizes
 
@@ -95,14 +91,13 @@ def _meta(family: Family, shape: ModelShape) -> dict[str, tuple[str, int, Tensor
 
 def export(
     checkpoint: Path, out: Path, vocab_size: int = 0, tokenizer: str = "", most_bytes: int = 10**10
-) -> Tokenizer | None:
+) -> bool:
     """Write the checkpoint's weights, sizes and tokenizer to the new folder `out`; ValueError where
     that cannot be.
 
     `vocab_size` above 0 leaves out the rows of the embedding behind so many, which padding added. A
-    file has at most `most_bytes`, or one tensor that is larger. `tokenizer` as in data.tokenizer,
-    where it is not the training's; what was written, None where a .bin/.idx pair of another program
-    was trained and nothing names its own.
+    file has at most `most_bytes`, or one tensor that is larger. `tokenizer` is a folder with
+    tokenizer.json, where it is not the training's. Whether one was written: bytes have none.
     """
     manifest, trained = verified(checkpoint)
     family = family_of(trained)
@@ -110,9 +105,11 @@ def export(
     rule = f"the checkpoint has {trained.vocab_size} rows"
     require(vocab_size <= trained.vocab_size, "vocab_size", vocab_size, rule)
     shape = dataclasses.replace(trained, vocab_size=vocab_size or trained.vocab_size)
-    coder = _tokenizer(manifest["identity"].get("data", {}), tokenizer)
-    rule = f"the tokenizer has {coder.vocab_size} ids" if coder else ""
-    require(not coder or coder.vocab_size <= shape.vocab_size, "vocab_size", shape.vocab_size, rule)
+    name = tokenizer or manifest["identity"].get("data", {}).get("tokenizer", "bytes")
+    coder = None if name == "bytes" else read_tokenizer(name)
+    if coder:
+        rule = f"the tokenizer has {coder.vocab_size} ids"
+        require(coder.vocab_size <= shape.vocab_size, "vocab_size", shape.vocab_size, rule)
     require(not out.exists(), "out", out, "exists")
     meta = _meta(family, shape)
     whole = whole_sizes(shape)
@@ -139,12 +136,21 @@ def export(
         replace_text(out / INDEX, json.dumps(index))
     config = family.config(shape)
     if coder:
-        _save(coder, out, shape.seq_length)
+        from transformers import PreTrainedTokenizerFast
+
+        fast = PreTrainedTokenizerFast(
+            tokenizer_object=coder.coder,
+            model_max_length=shape.seq_length,
+            model_input_names=["input_ids", "attention_mask"],
+            bos_token=coder.end,
+            eos_token=coder.end,
+        )
+        fast.save_pretrained(out)
         # in the training's data each document follows the end of another: it is also what begins a
         # text
         config |= dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), coder.eod)
     replace_text(out / "config.json", json.dumps(config, indent=2) + "\n")
-    return coder
+    return coder is not None
 
 
 def verified(checkpoint: Path) -> tuple[dict[str, Any], ModelShape]:
@@ -171,37 +177,6 @@ def verified(checkpoint: Path) -> tuple[dict[str, Any], ModelShape]:
     return manifest, trained
 
 
-def _tokenizer(data: Mapping[str, Any], name: str) -> Tokenizer | None:
-    """The tokenizer `name`, or that of the training's data; None where nothing tells it."""
-    if name:
-        return read_tokenizer(name)
-    sources = [data.get("source", ""), *(part["source"] for part in data.get("blend", ()))]
-    is_given = data.get("tokenizer") == "bytes" and any(map(existing_pair, filter(None, sources)))
-    if is_given or "tokenizer" not in data:
-        return None
-    return read_tokenizer(data["tokenizer"])
-
-
-def _save(tokenizer: Tokenizer, folder: Path, seq_length: int) -> None:
-    """Write the files that transformers' AutoTokenizer.from_pretrained(folder) reads."""
-    from transformers import PreTrainedTokenizerFast
-
-    coder = tokenizer.coder
-    if not coder:  # bytes: each is its own id, the next one ends a document
-        words = {f"<0x{byte:02X}>": byte for byte in range(256)}
-        coder = Coder(models.BPE(vocab=words, merges=[], byte_fallback=True))
-        coder.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
-        coder.add_special_tokens([tokenizer.end])
-    fast = PreTrainedTokenizerFast(
-        tokenizer_object=coder,
-        bos_token=tokenizer.end,
-        eos_token=tokenizer.end,
-        model_max_length=seq_length,
-        model_input_names=["input_ids", "attention_mask"],
-    )
-    fast.save_pretrained(folder)
-
-
 def main(argv: list[str]) -> int:
     """SOURCE, OUT, vocabulary (0: its own) and tokenizer ("": its own); 2 with one line where it
     fails.
@@ -210,10 +185,8 @@ def main(argv: list[str]) -> int:
     try:
         complete = checkpoints.found_in(Path(source))
         require(bool(complete), "checkpoint", source, "holds no complete checkpoint")
-        coder = export(complete[-1], Path(out), int(vocab_size), tokenizer)
-        if not coder:
-            why = "the training does not name it; give --tokenizer"
-            print(f"trilane: no tokenizer is written: {why}", file=sys.stderr)
+        if not export(complete[-1], Path(out), int(vocab_size), tokenizer):
+            print("trilane: no tokenizer is written: give --tokenizer", file=sys.stderr)
         print(out)
     except ValueError as error:
         print("trilane:", one_line(str(error)), file=sys.stderr)
