@@ -22,7 +22,7 @@ def traced(plan: Plan) -> Trace:
     sizes |= {"activations_each_bytes": 1.0, "temporary_bytes": 0.0, "flops": 1.0}
     stages = tuple(
         TracedStage(
-            **{"stage": i, "rank": 0, "layers": 1, "peak_at": "backward of microbatch 3"},
+            **{"stage": i, "rank": 0, "layers": 1, "peak_at": "backward"},
             **{"peak_bytes": (10 - i) * 2.0**30, "operations": 1234, "collectives": (), **sizes},
         )
         for i in (0, 1, plan.topology.pp - 1)
@@ -58,7 +58,7 @@ def test_what_was_traced_stands_beside_what_is_predicted(tmp_path, capsys):
     assert trace_of(plan, path) == trace and "trace" not in rules()
     assert main(["plan", "show", str(path)]) == 0
     text = capsys.readouterr().out
-    assert "stage 0: 10.0 GiB in the backward of microbatch 3, 1,234 kernels" in text
+    assert "stage 0: 10.0 GiB (backward), 1,234 kernels" in text
     other = replace(plan, topology=replace(plan.topology, gbs=256))
     assert trace_of(other, path) is None
     trace_file(plan, path).write_text('{"plan": 3}')

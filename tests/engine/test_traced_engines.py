@@ -4,7 +4,6 @@ import json
 import subprocess
 import sys
 from dataclasses import replace
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -58,9 +57,7 @@ def test_the_stages_of_a_pipeline(tmp_path):
     products of the weights read. Korthikanti et al. 2022, section 4.2.2.
     """
     plan = plan_of(tmp_path, tp=2, pp=4, dp=2, zero=1, sequence_parallel=True)
-    trace = trace_by_command(
-        plan, tmp_path, "--json", "--timeline", str(tmp_path / "timeline.json")
-    )
+    trace = trace_by_command(plan, tmp_path, "--json")
     assert [(stage.stage, stage.rank) for stage in trace.stages] == [(0, 0), (1, 4), (3, 12)]
     columns, s = columns_of(plan.shape, plan.topology, plan.engine), trace.stages[1]
     for stage in trace.stages:
@@ -82,10 +79,6 @@ def test_the_stages_of_a_pipeline(tmp_path):
     assert s.activations_bytes == pytest.approx(3 * s.activations_each_bytes, rel=0.1)
     order = "".join(p.kind[0] for p in s.schedule)
     assert order == "ff" + "fb" * 3 + "bb" + "o"
-    events = json.loads((tmp_path / "timeline.json").read_text())["traceEvents"]
-    passes = [e for e in events if e["ph"] == "X" and e["pid"] == 1]
-    assert len(passes) == len(s.schedule)
-    assert all(e["ts"] + e["dur"] == pytest.approx(after["ts"]) for e, after in pairwise(passes))
 
 
 @pytest.mark.parametrize(
@@ -98,6 +91,6 @@ def test_the_stages_of_a_pipeline(tmp_path):
 def test_what_no_trace_can_run_is_refused_in_one_line(fields, message, tmp_path, capsys):
     path = tmp_path / "plan.json"
     path.write_text(json.dumps(plan_of(tmp_path, **{"dp": 4, **fields}).to_json()))
-    assert main([str(path), ""]) == 2
+    assert main([str(path)]) == 2
     found = capsys.readouterr().err
     assert message in found and found.count("\n") == 1 and len(list(tmp_path.iterdir())) == 1

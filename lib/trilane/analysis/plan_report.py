@@ -98,7 +98,7 @@ def _traced(trace: Trace, stages: Sequence[StageMemory]) -> list[str]:
     ran = f"{len(trace.stages)} of {len(stages)} stages ran on tensors without memory"
     lines = [f"traced    {ran}; left out: context, fragmentation, NCCL's and cuBLAS's buffers"]
     for traced in trace.stages:
-        peak = f"{traced.peak_bytes / 2**30:.1f} GiB in the {traced.peak_at}"
+        peak = f"{traced.peak_bytes / 2**30:.1f} GiB ({traced.peak_at})"
         names = (*TENSORS, "temporary", "buffers")
         parts = _gib({name: getattr(traced, f"{name}_bytes") for name in names})
         stage = stages[traced.stage]

@@ -135,24 +135,15 @@ def plan(
     trace: bool = option(
         False, "run its real engine without a GPU, at any size: memory, collectives, FLOPs, kernels"
     ),
-    timeline: Path | None = option(
-        None, "with --trace: write what ran as a Chrome trace, for Perfetto", metavar="FILE.json"
-    ),
 ) -> Answer:
     """Train PLAN and print how fast it was; the folder of a finished run, also of another machine,
     is only measured.
 
     With --trace nothing is trained: see docs/engine.md.
     """
-    require(trace or not timeline, "timeline", timeline, "needs --trace")
     if trace:
         require(not iterations, "iterations", iterations, "nothing is trained with --trace")
-        if timeline:
-            require(not timeline.exists(), "timeline", timeline, "exists; name another file")
-            require(timeline.parent.is_dir(), "timeline", timeline, "its folder does not exist")
-        replace_by(
-            python("-m", "trilane_engine.trace", str(plan), str(timeline or ""), *json_option())
-        )
+        replace_by(python("-m", "trilane_engine.trace", str(plan), *json_option()))
     from trilane.analysis.benchmark import benchmark, result
     from trilane.analysis.tables import parse_text
 

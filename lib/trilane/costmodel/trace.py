@@ -8,7 +8,6 @@ from it here.
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from trilane.config.plan import Plan, locate_plan
 from trilane.utils.tables import Record
@@ -37,17 +36,11 @@ class Collective(Record):
 class Pass(Record):
     """One pass as it ran: forward or backward of a microbatch and model chunk (both from 0), or the
     optimizer's step.
-
-    flops, operations   of this pass alone
-    peak_bytes          the most that was alive within it
     """
 
     kind: str
     microbatch: int
     chunk: int
-    flops: float
-    operations: int
-    peak_bytes: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +48,7 @@ class TracedStage(Record):
     """One rank of a pipeline stage (its first, of the first replica) over one iteration of all
     microbatches.
 
-    peak_bytes, peak_at     the most alive at once, and when: "backward of microbatch 3"; the kinds
+    peak_bytes, peak_at     the most alive at once, and in which pass; the kinds
                             below are of then
     activations_bytes       what forward passes left for their backward passes, of all microbatches
                             in flight
@@ -130,36 +123,3 @@ def trace_of(plan: Plan, plan_path: Path | str) -> Trace | None:
 def trace_text(trace: Trace) -> str:
     """The trace as JSON, which trace_of() reads back."""
     return json.dumps(trace.to_json(), indent=1) + "\n"
-
-
-def timeline(trace: Trace, seconds: float) -> dict[str, Any]:
-    """The traced stages' schedules as Chrome trace events, which Perfetto (ui.perfetto.dev) opens.
-
-    A pass takes the share of the iteration's `seconds` that its FLOPs have of its stage's, and
-    begins when the one before it ends: the order and the sizes are those that ran, waiting for
-    other stages is not shown. The memory of a stage is a counter. Trace Event Format: phases X
-    (microseconds), C and M.
-    """
-    shown = 1e6 * seconds * trace.traced_microbatches / trace.microbatches
-    events: list[dict[str, Any]] = []
-    for stage in trace.stages:
-        if not stage.schedule:
-            continue
-        place = {"pid": stage.stage, "tid": 0}
-        name = {"name": f"stage {stage.stage}"}
-        events.append({"ph": "M", "name": "process_name", **place, "args": name})
-        total = sum(step.flops for step in stage.schedule) or 1.0
-        start = 0.0
-        for step in stage.schedule:
-            duration = shown * max(step.flops / total, 1e-3)  # a step without FLOPs is seen, too
-            if step.microbatch >= 0:
-                title = f"{step.kind} {step.microbatch}"
-            else:
-                title = step.kind
-            at = {"ts": start, **place}
-            args = step.to_json()
-            events.append({"ph": "X", "name": title, "dur": duration, **at, "args": args})
-            memory = {"GiB": step.peak_bytes / 2**30}
-            events.append({"ph": "C", "name": "memory", **at, "args": memory})
-            start += duration
-    return {"traceEvents": events, "displayTimeUnit": "ms"}

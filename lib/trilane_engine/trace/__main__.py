@@ -5,7 +5,6 @@ beside it, print it.
 import json
 import os
 import sys
-from pathlib import Path
 
 from pandas import DataFrame
 
@@ -13,8 +12,7 @@ from trilane.config.engines import require_trainable
 from trilane.config.plan import Plan, read_plan
 from trilane.costmodel.expected import compare
 from trilane.costmodel.memory import stage_layers
-from trilane.costmodel.predict import predict
-from trilane.costmodel.trace import Trace, timeline, trace_file, trace_text
+from trilane.costmodel.trace import Trace, trace_file, trace_text
 from trilane.utils.files import replace_text
 from trilane.utils.process import context
 from trilane.utils.validation import print_refusal, require
@@ -23,22 +21,15 @@ MOST_GPUS = 16_384  # groups of all ranks are made on each: a minute for so many
 
 
 def main(argv: list[str]) -> int:
-    """Arguments `PLAN TIMELINE|"" [--json]`. 0, or 2 with one line where nothing can be traced or
-    written.
-    """
-    path, timeline_path, *options = argv
+    """Arguments `PLAN [--json]`. 0, or 2 with one line where nothing can be traced or written."""
+    path, *options = argv
     try:
         plan = read_plan(path)
         require_traceable(plan)
         file = trace_file(plan, path)
-        rule = "its folder cannot be written, where the trace is kept"
-        require(os.access(file.parent, os.W_OK), "plan", path, rule)
         trace = traced(plan)
         print(json.dumps(trace.to_json(), indent=1) if options else text(plan, trace), flush=True)
         replace_text(file, trace_text(trace))
-        if timeline_path:
-            events = timeline(trace, predict(plan).sec_per_it)
-            replace_text(Path(timeline_path), json.dumps(events) + "\n")
         return 0
     except ValueError as error:
         print_refusal(error, "trilane: ")

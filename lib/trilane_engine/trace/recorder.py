@@ -146,8 +146,7 @@ class Recorder(TorchDispatchMode):
 
     def _begin_pass(self, kind: str) -> None:
         self._now = kind
-        self._begun = self.totals.copy()
-        self._pass_peak = 0
+        self._begun = self.totals["operations"]
         self._passes += 1
         self._kept = Counter[tuple[int, int]]()
         for block in self._alive.values():
@@ -164,23 +163,14 @@ class Recorder(TorchDispatchMode):
                 if block.inside == self._passes and block.kind == TEMPORARY:
                     block.kind = "buffers" if number in gathered else ACTIVATIONS
                     block.owner = self._inside
-        operations = self.totals["operations"] - self._begun["operations"]
-        if not self._now or not operations:  # DeepSpeed's step() after each microbatch is empty
+        # DeepSpeed's step() after each microbatch is empty
+        if not self._now or self.totals["operations"] == self._begun:
             return
         microbatch, chunk = self._inside
         if self._now == PASSES[phases.OPTIMIZER]:
             microbatch = -1
             chunk = 0
-        self.schedule.append(
-            Pass(
-                kind=self._now,
-                microbatch=microbatch,
-                chunk=chunk,
-                operations=operations,
-                flops=self.totals["flops"] - self._begun["flops"],
-                peak_bytes=self._pass_peak,
-            )
-        )
+        self.schedule.append(Pass(kind=self._now, microbatch=microbatch, chunk=chunk))
 
     def _chunk_begins(self, chunk: int) -> None:
         if self._now == FORWARD:  # a recomputation calls no whole chunk
@@ -199,15 +189,6 @@ class Recorder(TorchDispatchMode):
     def _backward_of(self, owner: tuple[int, int]) -> None:
         self._inside = owner
         self.each.setdefault(owner, self._kept[owner])
-
-    def _where(self) -> str:
-        if self._now not in (FORWARD, PASSES[phases.BACKWARD]):
-            return self._now or phases.current() or "between passes"
-        microbatch, chunk = self._inside
-        text = f"{self._now} of microbatch {microbatch}"
-        if len(self._forwards) == 1:
-            return text
-        return f"{text}, chunk {chunk}"
 
     # operations
 
@@ -271,10 +252,9 @@ class Recorder(TorchDispatchMode):
             self._blocks.append(block)
             self._references[number] = weakref.ref(storage, functools.partial(self._freed, number))
             self._bytes += block.size
-            self._pass_peak = max(self._pass_peak, self._bytes)
             if self._bytes > self.peak:
                 self.peak = self._bytes
-                self.peak_at = self._where()
+                self.peak_at = self._now or phases.current() or "time between passes"
                 self._peak_time = self._time
 
     def _freed(self, number: int, _: Any) -> None:
