@@ -7,7 +7,6 @@ import json
 import linecache
 from collections.abc import Callable
 from dataclasses import replace
-from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -91,26 +90,20 @@ class Own(nn.Module):
 """
 FORWARD = "    def forward(self, x):\n        return "
 QK_NORM = (HERE / "own_layers.py").read_text().replace("QKNorm", "Own")
-SILENT = QK_NORM.replace(", config.qk_layernorm = squared_relu, True", " = squared_relu")
-OLD = version("megatron-core") < "0.18"  # trains it
-# the text of the file, the topology, and the line
+# the text of the file, and the line
 BAD = [
-    (f"{HEAD}{FORWARD}self.up(x)[:-1]", {}, "returns (63, 2, 64) of torch.float32 for (64, 2, 64)"),
-    (f"{HEAD}{FORWARD}self.up(x).double()", {}, "returns (64, 2, 64) of torch.float64 for"),
-    (f"{HEAD}{FORWARD}[x]", {}, "returns list, must return one tensor"),
-    (f"{HEAD}{FORWARD}self.up(x.view(-1, 3))", {}, "fails (line 8: return self.up(x.view(-1, 3))"),
+    (f"{HEAD}{FORWARD}self.up(x)[:-1]", "returns (63, 2, 64) of torch.float32, must return"),
+    (f"{HEAD}{FORWARD}[x]", "returns [tensor("),
+    (f"{HEAD}{FORWARD}self.up(x.view(-1, 3))", "fails (line 8, RuntimeError: "),
     (
-        f"{HEAD}        self.mean = nn.BatchNorm1d(64)\n{FORWARD}self.up(x)",
-        {},
+        f"{HEAD}        self.mean = nn.BatchNorm1d(64)\n{FORWARD}x",
         "layer.mean.running_mean is state",
     ),
-    (HEAD.replace("config, layer_number", "width"), {}, "cannot be made by (config, layer_number)"),
-    ("Own = 3", {}, "Own is no class of torch.nn.Module"),
-    ("class Own(:", {}, "cannot be imported (SyntaxError: invalid syntax"),
-    ("import sys; sys.exit(0)", {}, "cannot be imported (line 1: import sys; sys.exit(0), System"),
-    (SILENT, {}, "" if OLD else "cannot be made by (config, submodules, **options) ("),
-    (f"{HEAD}        self.drop = nn.Dropout(0.1)\n{FORWARD}self.drop(self.up(x))", {}, ""),
-    (QK_NORM, {"tp": 2}, ""),
+    (HEAD.replace("config, layer_number", "width"), "cannot be made by (config, layer_number)"),
+    ("Own = 3", "Own is no class of torch.nn.Module"),
+    ("class Own(:", "cannot be imported (SyntaxError: invalid syntax"),
+    ("import sys; sys.exit(0)", "cannot be imported (line 1, SystemExit"),
+    (QK_NORM, ""),
 ]
 TRY = """
 from pathlib import Path
@@ -137,12 +130,12 @@ def test_what_would_not_train_is_one_line_that_names_it(
     ask: Callable, data: Path, tmp_path: Path
 ) -> None:
     """As each rank does before a training starts."""
-    for number, (source, topology, _) in enumerate(BAD):
+    for number, (source, _) in enumerate(BAD):
         layer = Layer(name="own.py:Own", source=source)
-        plan = replace(own_plan(data, "Mixer", **topology), layer=layer)
+        plan = replace(own_plan(data, "Mixer", tp=2), layer=layer)
         (tmp_path / f"{number:02d}.json").write_text(json.dumps(plan.to_json()))
     lines = ask(small_plan(data, tp=2), f"PLACE = {str(tmp_path)!r}\n{TRY}").splitlines()
-    for line, (_, _, rule) in zip(lines, BAD + BAD, strict=True):
+    for line, (_, rule) in zip(lines, BAD + BAD, strict=True):
         assert line.startswith(f"layer=own.py:Own: {rule}") if rule else line == "", (line, rule)
 
 

@@ -12,7 +12,6 @@ import contextlib
 import copy
 import hashlib
 import importlib
-import linecache
 import re
 import sys
 import traceback
@@ -32,7 +31,6 @@ from torch import Tensor, nn
 
 from trilane.config.layer import Layer
 from trilane.config.plan import Plan
-from trilane.utils.tables import short
 from trilane.utils.validation import HostError, shown
 from trilane_engine.model import rng
 from trilane_engine.model.fused import DTYPES
@@ -57,9 +55,6 @@ def load(layer: Layer) -> type[nn.Module]:
     with refused(layer, "cannot be imported"):
         if layer.source:
             module = sys.modules["trilane_layer"] = types.ModuleType("trilane_layer")
-            # so that a traceback shows its lines
-            lines = layer.source.splitlines(keepends=True)
-            linecache.cache[where] = (len(layer.source), None, lines, where)
             exec(compile(layer.source, where, "exec"), vars(module))
         else:
             module = importlib.import_module(where)
@@ -76,12 +71,11 @@ def refused(layer: Layer, what: str) -> Iterator[None]:
         yield
     except (Exception, SystemExit) as error:
         file = layer.name.rpartition(":")[0]
-        line = ""
+        why = f"{type(error).__name__}: {shown(error)}"
         for frame in traceback.extract_tb(error.__traceback__):
             if frame.filename == file:
                 # of a cell the lines are counted without those that were left out
-                line = f"line {frame.lineno}: {short(frame.line or '')}, "
-        why = f"{line}{type(error).__name__}: {shown(error)}"
+                why = f"line {frame.lineno}, {type(error).__name__}: {shown(error)}"
         raise HostError(f"layer={layer.name}: {what} ({why})") from None
 
 
@@ -154,10 +148,9 @@ def try_out(plan: Plan, module: nn.Module) -> None:
     rng.restore(before)
     if isinstance(out, tuple):
         out = out[0]
-    if not isinstance(out, Tensor):
-        _refuse(layer, f"returns {type(out).__name__}, must return one tensor")
-    if out.shape != size or out.dtype != dtype:
-        _refuse(layer, f"returns {tuple(out.shape)} of {out.dtype} for {size} of {dtype}")
+    if not isinstance(out, Tensor) or out.shape != size or out.dtype != dtype:
+        given = f"{tuple(out.shape)} of {out.dtype}" if isinstance(out, Tensor) else out
+        _refuse(layer, f"returns {shown(given)}, must return {size} of {dtype}")
 
 
 def _refuse(layer: Layer, rule: str) -> None:
