@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from megatron.core import parallel_state
 from torch import Tensor
 
@@ -29,16 +30,14 @@ from trilane_engine.world import World, call_on_first
 
 
 def read_marked(
-    states: States, keep: Callable[[int, str, Tensor], Tensor | None] = lambda *_: None
-) -> Callable[[], list[Any]]:
-    """Read this rank's pieces, collective; the result gives Parts as JSON, and only then marks what
-    `keep` copied.
-    """
+    states: States, keep: Callable[[int, str, Tensor], None] = lambda *_: None
+) -> list[Any]:
+    """Read this rank's pieces, collective, and give them to `keep`; their Parts as JSON."""
     states.finish_step()
-    pieces: list[tuple[dict[str, Any], dict[str, Callable[[], Mark]]]] = []
+    parts = []
     for number, (piece, decay) in enumerate(zip(states.pieces, states.decays(), strict=True)):
         shard = states.shard(number)
-        marks: dict[str, Callable[[], Mark]] = {}
+        marks: dict[str, Mark] = {}
         for kind in (*KINDS, COPY):
             if kind == COPY:
                 held = states.copy(number)
@@ -47,25 +46,19 @@ def read_marked(
             if held is None:
                 continue
             values = held.detach().reshape(-1)
-            kept = keep(number, kind, values)
+            keep(number, kind, values)
             boxes = boxes_of(piece.box, (0, len(values)) if kind == COPY else shard)
-            if not boxes:
-                continue
-            source = values if kept is None else kept
-            marks[kind] = functools.cache(functools.partial(_marked, source, boxes))
-            if kept is None:
-                marks[kind]()  # the next step may change the values
-        part = {"name": piece.name, "shape": piece.shape, "box": piece.box, "decay": decay}
-        part["shard"] = shard if states.divided else None
-        pieces.append((part, marks))
-
-    def parts() -> list[Any]:
-        lines = []
-        for part, marks in pieces:
-            marked = {kind: mark_of() for kind, mark_of in marks.items()}
-            lines.append(Part(marks=marked, **part).to_json())
-        return lines
-
+            if boxes:
+                marks[kind] = _marked(values, boxes)
+        part = Part(
+            name=piece.name,
+            shape=piece.shape,
+            box=piece.box,
+            decay=decay,
+            shard=shard if states.divided else None,
+            marks=marks,
+        )
+        parts.append(part.to_json())
     return parts
 
 
@@ -97,7 +90,8 @@ def lookahead(plan: Plan, loader: SampleLoader, done: int) -> dict[str, Any]:
 def layout(plan: Plan) -> list[Any]:
     """What must be the same for each rank to restore its own random number generators."""
     t = plan.topology
-    return [plan.engine, t.tp, t.pp, t.dp * t.cp, t.interleaving]
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    return [plan.engine, t.tp, t.pp, t.dp * t.cp, t.interleaving, device]
 
 
 def fingerprint(
@@ -133,7 +127,7 @@ def write_loaded(
     upcoming: Mapping[str, Any],
 ) -> None:
     """Write fingerprints of the state in memory after a load below the run folder; collective."""
-    parts = read_marked(engine.states)()
+    parts = read_marked(engine.states)
     text = json.dumps({**fingerprint(plan, world, engine, iteration, upcoming), "parts": parts})
     prefix = f"{name_of(iteration).replace('iter', 'load')}."
     with contextlib.suppress(OSError):  # a full disk does not prevent training

@@ -3,7 +3,6 @@ engine.
 """
 
 import json
-import re
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -78,28 +77,16 @@ def load(checkpoint: Checkpoint, plan: Plan, world: World, engine: Engine) -> No
         states.write(number, weight, moments)
     states.set_scalars(manifest["scalars"])
     if manifest["layout"] == layout(plan):
-        if rng.restore(json.loads((checkpoint.path / f"rank_{world.rank:05d}.json").read_text())):
-            return
-        if world.is_first:
-            rule = "its random generators are of another device: dropout draws anew from here"
-            line = f"trilane: checkpoint {checkpoint.path.name}: {rule}"
-            print(line, file=sys.stderr, flush=True)
-    # another layout, or other generators: new seeds, so as not to repeat the draws of the first
-    # iterations
-    rng.seed_streams(plan.run.seed + checkpoint.iteration)
+        rng.restore(json.loads((checkpoint.path / f"rank_{world.rank:05d}.json").read_text()))
+    else:  # new seeds, so as not to repeat the draws of the first iterations
+        rng.seed_streams(plan.run.seed + checkpoint.iteration)
 
 
 def _problem(path: Path, manifest: Mapping[str, Any], world: World) -> str:
-    """The first fault among the files, each checked by one rank: that which would have written it,
-    else one in turn.
-    """
+    """The first fault among the files, each checked by one rank in turn."""
     faults = []
     for number, (name, (size, checksum)) in enumerate(manifest["files"].items()):
-        checker = number % world.size
-        writer = re.fullmatch(r"\w+_(\d{5,})\.\w+", name)
-        if writer and int(writer[1]) < world.size:
-            checker = int(writer[1])
-        if checker == world.rank:
+        if number % world.size == world.rank:
             fault = checkpoints.fault(path, name, size, checksum)
             if fault:
                 faults.append(fault)

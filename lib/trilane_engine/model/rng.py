@@ -28,23 +28,14 @@ def states() -> dict[str, Any]:
     }
 
 
-def restore(states: dict[str, Any]) -> bool:
-    """Set every generator to its state, as `states()` returned it; False, with none set, where they
-    are of other kinds.
-
-    Those of a GPU have 16 bytes, a seed and an offset; the CPU's, which stand for them without one,
-    have 5056.
-    """
-    device = [states.get("cuda", ""), *states["tracked"].values()]
-    if {len(text) // 2 for text in device} != {len(torch.cuda.get_rng_state())}:
-        return False
+def restore(states: dict[str, Any]) -> None:
+    """Set every generator to its state, as `states()` returned it on a device of this kind."""
     torch.set_rng_state(_state(states["cpu"]))
     # without a GPU enable_cpu() made the CPU's generator stand for the card's
     if torch.cuda.is_available():
         torch.cuda.set_rng_state(_state(states["cuda"]))
     tracked = {name: _state(text) for name, text in states["tracked"].items()}
     tensor_parallel.get_cuda_rng_tracker().set_states(tracked)
-    return True
 
 
 def _text(state: torch.Tensor) -> str:

@@ -36,7 +36,7 @@ def prepare(plan: Plan) -> None:
         own_layer.load(plan.layer)
     patches.put(gpt, fill=lambda parameter, draw: None)  # initial values: half of the time
     patches.put(own_layer, try_out=lambda plan, made: None)  # it looks at values
-    patches.put(rng, states=dict, restore=lambda states: True)
+    patches.put(rng, states=dict, restore=lambda states: None)
     patches.without_values()
     if plan.engine != "megatron":
         t = plan.topology
