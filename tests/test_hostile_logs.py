@@ -465,12 +465,12 @@ NO_ROW = '.jsonl:21: each line must be {"text": "..."} in UTF-8'
 SOURCES: dict[str, tuple[Callable[[Path], str], str]] = {
     "a negative length": (
         lambda at: pair(at, lengths=[100, -100, 100]),
-        "does not lie within its .bin",
+        "sequences that do not follow one another in its .bin",
     ),
     "no length": (lambda at: pair(at, lengths=[0, 0, 0]), "is empty"),
     "a negative start": (
         lambda at: pair(at, starts=[0, -200, 400]),
-        "does not lie within its .bin",
+        "sequences that do not follow one another in its .bin",
     ),
     "2^63 sequences": (
         lambda at: pair(at, sequences=2**63),

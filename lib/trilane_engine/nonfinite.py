@@ -5,7 +5,6 @@ Looked at are the weights, then what modules give and its gradients: nothing bet
 inside a module, and no sums of gradients over microbatches or replicas.
 """
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -35,7 +34,7 @@ class Seen(NamedTuple):
     text: str
 
 
-NOTHING = "repeated, each value is finite: sums of gradients overflow, or a device or link is faulty"
+NOTHING = "repeated, each value is finite: a sum of gradients overflows, or a device is faulty"
 UNSEEN = Seen(1 << 40, True, 0, 0, 0, NOTHING)
 
 

@@ -105,20 +105,16 @@ def samples_of(
     cache = index_folder(plan, prefixes, part, needed)
     with _complete(cache, world):
         configs = [dataset_config(plan, prefix, cache, part) for prefix in prefixes]
-        try:
-            if not plan.data.blend:
-                return Epochs(configs[0], part, needed)
-            weights = normalize([source.weight for source in plan.data.blend])
-            sources = []
-            for config, weight in zip(configs, weights, strict=True):
-                # A source of a blend is never more than one sample ahead of its share for each of
-                # the others.
-                count = math.ceil(weight * needed) + len(weights)
-                sources.append(Epochs(config, part, count))
-            return _dataset(BlendedDataset, sources, weights, needed, configs[0])
-        except MemoryError as error:
-            rule = f"their order does not fit in memory ({error})"
-            raise ValueError(f"samples={needed}: {rule}") from None
+        if not plan.data.blend:
+            return Epochs(configs[0], part, needed)
+        weights = normalize([source.weight for source in plan.data.blend])
+        sources = []
+        for config, weight in zip(configs, weights, strict=True):
+            # A source of a blend is never more than one sample ahead of its share for each of
+            # the others.
+            count = math.ceil(weight * needed) + len(weights)
+            sources.append(Epochs(config, part, count))
+        return _dataset(BlendedDataset, sources, weights, needed, configs[0])
 
 
 @contextlib.contextmanager
