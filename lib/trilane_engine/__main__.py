@@ -104,10 +104,8 @@ def _is_refusal(error: ValueError) -> bool:
 
 
 def stamp(world: Any) -> dict[str, Any]:
-    """The content of env.json: commit, versions, host, devices, cores, threads, start, command."""
+    """The content of env.json: commit, versions, host, devices, start."""
     import torch
-
-    from trilane_engine.world import core_numbers
 
     versions = {"python": platform.python_version()}
     for name in ("torch", "megatron-core", "deepspeed", "numpy", "tokenizers"):
@@ -118,17 +116,12 @@ def stamp(world: Any) -> dict[str, Any]:
         "git": revision(),
         "versions": versions,
         "host": platform.node(),
-        "platform": platform.platform(),
         "world_size": world.size,
-        "processes_per_host": world.local_size,
         "devices": cards or ["cpu"],
         "backend": torch.distributed.get_backend(),
-        "cores": len(core_numbers()),
-        "threads": torch.get_num_threads(),
         # by ft_launcher, within the job
         "restarts": int(os.environ.get("TORCHELASTIC_RESTART_COUNT") or 0),
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
-        "argv": sys.argv,
     }
 
 
