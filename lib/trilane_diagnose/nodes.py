@@ -12,7 +12,7 @@ import re
 import signal
 import socket
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -45,7 +45,7 @@ LOST_NODE = (
 )
 # the share of the median of a node that was slow in an earlier test: the ledger does not have it
 SLOW_SHARE = 0.5
-PROBE_S = 5.0  # in which a slurmd that is restarting takes connections again
+PROBE_S = 5.0  # in which a slurmd takes a connection
 
 
 def job_nodes(env: Mapping[str, str] = os.environ) -> list[str]:
@@ -96,9 +96,16 @@ def start_nodes(
     nodes = job_nodes(env)
     lost = dict.fromkeys(lost_nodes(folder, job), "has failed")
     left = [node for node in nodes if node not in lost]
-    found = _earlier_test(folder, job, lost)
-    if found is None:
-        found = test(left) if test and len(left) > 1 else Findings()
+    found = Findings()
+    earlier = _of_allocation(folder, job, "nodes")
+    if earlier:  # tested before the first start on these nodes: another would cost a minute
+        slow = {}
+        for node, reason in earlier[-1]["left_out"].items():
+            if node not in lost:
+                slow[node] = (SLOW_SHARE, reason)
+        found = Findings(slow=slow)
+    elif test and len(left) > 1:
+        found = test(left)
     _note_broken(folder, job, found.broken)
     try:
         chosen, left_out = choose(nodes, count, {**lost, **found.broken}, found.slow)
@@ -117,21 +124,6 @@ def start_nodes(
         for line in lines:
             append_line(folder / "run.log", line)
     return client.call(["scontrol", "show", "hostlist", ",".join(chosen)]).strip(), lines
-
-
-def _earlier_test(folder: Path, job: str, lost: Collection[str]) -> Findings | None:
-    """After a plain death, what the test at the job's start found: another would cost a minute.
-    Else None.
-    """
-    replaced = _of_allocation(folder, job, "replaced")
-    choices = _of_allocation(folder, job, "nodes")
-    if not (replaced and replaced[-1].get("tested") and choices):
-        return None
-    slow = {}
-    for node, reason in choices[-1]["left_out"].items():
-        if node not in lost:
-            slow[node] = (SLOW_SHARE, reason)
-    return Findings(slow=slow)
 
 
 def _note_broken(folder: Path, job: str, nodes: Iterable[str]) -> None:
@@ -161,7 +153,7 @@ def end(
     job = job_id(env)
     nodelist = env.get("SLURM_JOB_NODELIST", "")
     if outcome.status is Status.STOPPED and f"by {pace.RESTART}" in outcome.evidence:
-        return _replace_slow(folder, job, nodelist, outcome, test)
+        return _replace_slow(folder, job, nodelist, outcome)
     if outcome.status in LOST_NODE:
         with contextlib.suppress(ValueError):  # without SLURM the outcome stays as it is
             return _replace_failed(folder, job, nodelist, outcome, test)
@@ -178,10 +170,9 @@ def _replace_failed(
     trained = training_nodes(folder, job)
     lost = lost_nodes(folder, job)
     nodes = [node for node in every if node not in lost]
-    dead = _dead(folder, job, nodes)
     reported = []  # by an Xid in the log
-    faulty = dict.fromkeys(dead, "cannot be reached")
-    if not dead:
+    faulty = dict.fromkeys(_dead(folder, job, nodes), "cannot be reached")
+    if not faulty:
         reported = [node for node in nodes if node in outcome.exclude.split(",")]
         faulty = dict.fromkeys(reported, f"is at fault ({outcome.status})")
     # by a test, while there is a spare: a GPU that has failed leaves its node alive
@@ -199,51 +190,26 @@ def _replace_failed(
     )
     write_status(folder, outcome)
     if trained and len(nodes) - len(faulty) >= len(trained):
-        _note_replaced(folder, job, list(faulty), is_tested=bool(dead))
+        ledger.note(folder, "replaced", job, nodes=list(faulty), iteration=iteration(folder))
     else:
         with contextlib.suppress(ValueError):
-            requeue(job, len(every), list(faulty) if test or reported else [])
+            requeue(job, len(every), list(faulty))
     return outcome
 
 
-def _note_replaced(folder: Path, job: str, nodes: list[str], is_tested: bool) -> None:
-    """Record that spares take the place of nodes; `is_tested`: the others need no other test."""
-    at = iteration(folder)
-    ledger.note(folder, "replaced", job, nodes=nodes, iteration=at, tested=is_tested)
-
-
-def _replace_slow(
-    folder: Path, job: str, nodelist: str, outcome: RunStatus, test: Tester | None
-) -> RunStatus:
-    """Test the nodes of a run that saved and stopped itself because some made it slow, and have
-    spares take over.
-
-    Where spares are too few, the nodes that do best in the test stay.
+def _replace_slow(folder: Path, job: str, nodelist: str, outcome: RunStatus) -> RunStatus:
+    """Have spares take the place of the nodes that made a run slow, which saved and stopped itself;
+    the last of them stay where spares have failed since.
     """
     named = {node.partition(".")[0] for node in pace.slowness(folder)[1]}
     trained = training_nodes(folder, job)
     lost = lost_nodes(folder, job)
     slow = [node for node in trained if node.partition(".")[0] in named]
     nodes = [node for node in client.hostnames(nodelist) if node not in lost]
-    found = test(nodes) if test else Findings()
-    spares = len(nodes) - len(found.broken.keys() - {*slow}) - len(trained)
-
-    def rank(node: str) -> tuple[bool, float]:
-        return node not in found.broken, found.slow.get(node, (1.0, ""))[0]
-
-    replaced = sorted(slow, key=rank)[: max(spares, 0)]
-    _note_broken(folder, job, dict.fromkeys([*found.broken, *replaced]))
-    _note_replaced(folder, job, slow, is_tested=True)
-    reasons = []
-    for node in slow:
-        reason = "is fine by the test" if test else "is not tested"
-        if node in found.slow:
-            reason = found.slow[node][1]
-        reason = found.broken.get(node, reason)
-        if node not in replaced and node not in found.broken:
-            reason += "; it stays, no spare is left"
-        reasons.append(f"{node} {reason}")
-    evidence = f"slow with {', '.join(slow)}: {', '.join(reasons)}; {outcome.evidence}"
+    replaced = slow[: max(len(nodes) - len(trained), 0)]
+    _note_broken(folder, job, replaced)
+    ledger.note(folder, "replaced", job, nodes=slow, iteration=iteration(folder))
+    evidence = f"slow with {', '.join(slow)}; {outcome.evidence}"
     return replace(outcome, evidence=evidence, exclude=",".join(replaced))
 
 
@@ -402,29 +368,25 @@ def _dead(folder: Path, job: str, nodes: Sequence[str]) -> list[str]:
     return taken + unreachable([node for node in nodes if node in left])
 
 
-def unreachable(nodes: Sequence[str], within_s: float = PROBE_S) -> list[str]:
-    """The nodes whose slurmd takes no TCP connection within so many seconds; for use inside the
-    job.
+def unreachable(nodes: Sequence[str]) -> list[str]:
+    """The nodes whose slurmd takes no TCP connection; for use inside the job.
 
-    All at once, after one question to the controller, which may limit requests to 2 a second. A
-    refusal is tried again: slurmd may be restarting. Not found: a node that is frozen, whose kernel
-    may still accept for it. Empty where none accepts: then the network of this node is at fault.
+    All at once, after one question to the controller, which may limit requests to 2 a second. Not
+    found: a node that is frozen, whose kernel may still accept for it. Empty where none accepts:
+    then the network of this node is at fault.
     """
     shown = client.call(["scontrol", "show", "node", "-o", ",".join(nodes)])
     config = client.call(["scontrol", "show", "config"])
     usual_port = _field(re.sub(" += ", "=", config), "SlurmdPort")
     lines = {_field(f" {line}", "NodeName"): line for line in shown.splitlines()}
-    end = time.monotonic() + within_s
 
     def is_dead(node: str) -> bool:
         line = lines.get(node, "")
         address = _field(line, "NodeAddr") or node
         port = _field(line, "Port") or usual_port  # a node shows only a port of its own
-        while (left_s := end - time.monotonic()) > 0:
-            with contextlib.suppress(OSError, ValueError):
-                socket.create_connection((address, int(port)), left_s).close()
-                return False
-            time.sleep(0.5)
+        with contextlib.suppress(OSError, ValueError):
+            socket.create_connection((address, int(port)), PROBE_S).close()
+            return False
         return True
 
     with ThreadPoolExecutor(max(1, len(nodes))) as pool:

@@ -7,10 +7,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from trilane.utils.numbers import ranges
 from trilane.utils.tables import Record, grouped
 from trilane.utils.validation import require
 from trilane.workspace.pace import OWN, Pace
-from trilane.workspace.rank_grid import Grid, shared
+from trilane.workspace.rank_grid import Grid
 
 Seconds = Mapping[int, Mapping[str, float]]  # by rank and phase
 # Phases in which a rank mostly waits for others; in those of OWN it does its own work.
@@ -135,19 +136,4 @@ def slowest(grid: Grid, paces: Mapping[int, Pace]) -> tuple[str, tuple[int, ...]
         return f"the shared disk, since {takes} on {len(ranks)} ranks", ()
     if are_most:
         return f"all ranks alike, {takes}", ()
-    return f"{_place(grid, ranks, nodes)}, {takes}", ranks
-
-
-def _place(grid: Grid, ranks: tuple[int, ...], nodes: set[str]) -> str:
-    """What these ranks have in common: rank, stage, replica, node."""
-    where = " and ".join(sorted(nodes)[:3])
-    if len(nodes) > 3:
-        where += f" and {len(nodes) - 3} more"
-    if len(ranks) > 1 and set(ranks) == {rank for node in nodes for rank in grid.nodes[node]}:
-        return f"node {where}"
-    axes = ", ".join(shared([grid[rank] for rank in ranks]))
-    axes = axes.replace("pp", "stage").replace("dp", "replica")
-    who = f"rank {ranks[0]}"
-    if len(ranks) > 1:
-        who = f"{len(ranks)} ranks from {ranks[0]} on"
-    return f"{who} ({axes}) on {where}"
+    return f"ranks {ranges(ranks)} on {', '.join(sorted(nodes))}, {takes}", ranks

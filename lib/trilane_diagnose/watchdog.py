@@ -7,7 +7,6 @@ asks all others for stacks, and decides, or another's, a little later.
 """
 
 import contextlib
-import functools
 import math
 import os
 import platform
@@ -172,10 +171,8 @@ class HangMonitor:
 
 
 class Slowness:
-    """Notices, once each, that the run of `plan` in `folder` has become slow, and that it is no
-    longer.
-
-    It has left its own pace and the plan's interval for ten iterations.
+    """Notices, once each, that the run of `plan` in `folder` has become slow, for ten iterations
+    relative to its own pace, and that it is no longer.
     """
 
     def __init__(self, folder: Path, plan: Plan, env: Mapping[str, str]) -> None:
@@ -205,8 +202,6 @@ class Slowness:
             pace.note(self._folder, usual.step, "")
             return f"as fast as usual again, since iteration {usual.step}"
         if self._is_slow or late < LATE:
-            return ""
-        if usual.pace.now_s <= self._expected_s * usual.pace.samples:
             return ""
         return self._place(usual, own, start)
 
@@ -249,24 +244,11 @@ class Slowness:
             nodes = tuple(sorted({hosts[rank] for rank in ranks}))
         if nodes and len(nodes) <= self._spares():
             replace_text(self._folder / "save", RESTART)
-            line += "; at its next save its nodes are tested, and it starts again on a spare"
+            line += "; at its next save it starts again on a spare"
         elif nodes:
             line += f"; no spare is left: submit it again with --exclude={','.join(nodes)}"
         pace.note(self._folder, usual.step, line, nodes)
         return line
-
-    @functools.cached_property
-    def _expected_s(self) -> float:
-        """The upper end of the plan's interval for an iteration, by the sample; 0 where nothing is
-        predicted.
-        """
-        # numpy and all shipped rows: only where a run is late
-        from trilane.costmodel.predict import predict
-
-        try:
-            return predict(self._plan).sec_hi / self._plan.topology.gbs
-        except ValueError:
-            return 0.0
 
     def _spares(self) -> int:
         """Nodes of the job that neither train nor are left out, by its environment and the ledger's

@@ -258,34 +258,13 @@ def test_a_spare_takes_the_place_of_a_node_that_is_dead_or_broken(
     assert requeued == ([] if without is None else [without]) and known_status(folder) == outcome
     lost = [*dead, *(broken if replaced else ()), *(["n2"] if log else ())]
     assert nodes.lost_nodes(folder, "78") == lost
-    if replaced:
-        # the spare is tested again, unless the node has died: then it was tested at the start
-        tested = list[str]()
-        monkeypatch.setattr(nodes, "job_nodes", lambda _: every)
-        nodes.start_nodes(
-            folder, 1, lambda left: tested.extend(left) or Findings(), {"SLURM_JOB_ID": "78"}
-        )
-        assert tested == ([] if dead else [n for n in every if n not in lost])
     ledger.note(folder, "started", "78", nodes="n", iteration=0, restarts=1)
     assert nodes.lost_nodes(folder, "78") == [], "requeued, it has other nodes"
     assert nodes.goes_on(folder, "78") == ""
 
 
-@pytest.mark.parametrize(
-    ("found", "lost", "evidence"),
-    [
-        (Findings(slow={"n2": (0.5, "has half the FLOP/s")}), ["n2"], "n2 has half the FLOP/s;"),
-        (Findings(), ["n2"], "n2 is fine by the test;"),  # ten iterations were slow with it
-        (Findings(broken={"n3": "has no GPU"}), ["n3"], "it stays, no spare is left;"),
-    ],
-)
-def test_a_node_that_makes_a_run_slow_is_tested_and_a_spare_takes_over(
-    found: Findings,
-    lost: list[str],
-    evidence: str,
-    folder: Path,
-    slurm: dict[str, str],
-    monkeypatch: pytest.MonkeyPatch,
+def test_a_spare_takes_over_from_a_node_that_makes_a_run_slow_without_another_test(
+    folder: Path, slurm: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     names = ["n1", "n2", "n3"]
     monkeypatch.setattr(client, "hostnames", lambda _: names)
@@ -296,15 +275,11 @@ def test_a_node_that_makes_a_run_slow_is_tested_and_a_spare_takes_over(
     (folder / "ranks").mkdir(exist_ok=True)
     pace.note(folder, 20, "SLOW since iteration 10: n2", ("n2.site.org",))
     write_status(folder, status("stopped", f"stopped at iteration 25 by {pace.RESTART}, saved", 0))
-    tested = list[list[str]]()
-    outcome = nodes.end(folder, 0, ME, test=lambda names: tested.append([*names]) or found)
-    assert evidence in outcome.evidence and nodes.goes_on(folder, "78") == "n2"
-    assert nodes.lost_nodes(folder, "78") == lost
-    nodes.start_nodes(
-        folder, 2, lambda names: tested.append([*names]) or found, {"SLURM_JOB_ID": "78"}
-    )
-    assert tested == [names], "no second test"
-    assert nodes.training_nodes(folder, "78") == [n for n in names if n not in lost]
+    outcome = nodes.end(folder, 0, ME)
+    assert outcome.exclude == nodes.goes_on(folder, "78") == "n2"
+    assert nodes.lost_nodes(folder, "78") == ["n2"]
+    nodes.start_nodes(folder, 2, lambda _: pytest.fail("tested"), {"SLURM_JOB_ID": "78"})
+    assert nodes.training_nodes(folder, "78") == ["n1", "n3"]
 
 
 EDITS = [
