@@ -310,10 +310,7 @@ CASES: dict[str, tuple[str, Any]] = {
     "cluster": ("plan show --shape 6,64,4,32,384 --gbs 8 --cluster ../../etc/passwd", ""),
     "command": ("slurm 'sub\x1b[2Jmit'", ""),
     "a formula as the header": ("plan backtest X.csv", "=HYPERLINK(1)\n1\n"),
-    "a variable bomb": (ARGUMENTS, "a=$a$a$a$a$a$a$a$a\n$a$a$a$a\n"),
-    "a long script": (ARGUMENTS, "x" * 1_000_000),
-    "endless here-documents": (ARGUMENTS, "<<EOF\n" * 5000),
-    "a product of 9000 factors": (ARGUMENTS, "--gbs $((" + "9*" * 9000 + "9))"),
+    "a long text": (ARGUMENTS, "x" * 1_000_000),
 }
 
 

@@ -54,7 +54,7 @@ BAD = [
     ("measure plan plan.json --iterations 3", "iterations=3: must be above leave_out=5"),
     ("convert deepspeed plan.json", "engine=megatron: takes no DeepSpeed JSON"),
     ("convert megatron", "plan=missing: give either a plan, or --read FILE"),
-    ("convert megatron --read job.sh", "cluster=missing: --read needs the cluster"),
+    ("convert megatron --read job.txt", "cluster=missing: --read needs the cluster"),
     (f"slurm chain plan.json c --stages 8:2 {SITE}", "stages="),
     ("logs parse binary", "log=binary: is a binary file, not a log"),
     # what stands after -- is for srun

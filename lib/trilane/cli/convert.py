@@ -35,12 +35,12 @@ def megatron(
     plan: Path | None = option(None, argument="[PLAN]"),
     prepare: bool = option(False, "prepare the corpus, and name its .bin/.idx pairs"),
     read: Path | None = option(
-        None, "a command line or part of a script; prints a plan", metavar="FILE"
+        None, "a command line, or a list of arguments; prints a plan", metavar="FILE"
     ),
     cluster: str = option("", "for --read: the cluster's name or JSON file"),
-    gpus: int = option(0, "for --read, where the text starts no torchrun", minimum=1),
+    gpus: int = option(0, "for --read, where the arguments start no torchrun", minimum=1),
     vocab_size: int = option(
-        0, "for --read, where the text names none; padded if tp asks for it", minimum=1
+        0, "for --read, where the arguments name none; padded if tp asks for it", minimum=1
     ),
 ) -> Answer:
     """Print PLAN as Megatron-LM's arguments; or with --read the plan that those, or
