@@ -114,10 +114,6 @@ def test_columns_that_are_not_read_are_named(frame):
         ({"hidden_size": "big"}, "rows=row 0: hidden=big: must be a whole number"),
         ({"dp": np.nan}, "rows=row 0: dp='': is missing"),
         ({"recompute": "fulll"}, "rows=row 0: recompute=fulll: known: "),
-        (
-            {"memory_gib": 30000},
-            "rows=row 0: mem_gb=30000: is more than a card's 80: GiB on one GPU are needed",
-        ),
     ],
 )
 def test_a_cell_that_cannot_be_read_is_named_by_row_and_column(frame, change, message):

@@ -176,7 +176,7 @@ BAD_ROWS = {
     ),
     "another cluster": (
         lambda r: r.assign(cluster="dgx-a100-80g"),
-        "cluster=dgx-a100-80g: is what the rows name",
+        "lu-0004: ran on dgx-a100-80g",
     ),
     "another card": (
         lambda r: r.assign(gpu="H100-80GB"),
@@ -214,7 +214,7 @@ def test_rows_that_teach_nothing_leave_the_constants_as_they_are(tmp_path, capsy
     rows["sec_per_it"] = usual * np.exp(np.random.default_rng(0).normal(0, 0.02, len(rows)))
     rows.to_csv("rows.csv", index=False)
     code, out, _ = calibrated(capsys, "rows.csv", "--cluster", "jz-a100-80g", "-o", "own.json")
-    assert code == 0 and "the constants from before are kept" in out and "moved" not in out
+    assert code == 0 and "the constants stay" in out and "moved" not in out
     prior, own = (calibration_for(A100, name) for name in ("megatron-deepspeed-2024", "own.json"))
     assert (
         all(getattr(own, name) == getattr(prior, name) for name in BOUNDS)

@@ -15,7 +15,7 @@ from trilane.config.model import parse_shape
 from trilane.costmodel.backtest import backtest, figures
 from trilane.costmodel.calibration import to_json
 from trilane.costmodel.measured_rows import (
-    ignored_words,
+    ignored_columns,
     read_rows,
     shipped_rows,
 )
@@ -54,7 +54,7 @@ def test_ten_rows_of_a_cluster_help_and_do_not_hurt(tmp_path):
 @pytest.mark.parametrize(
     ("old", "new", "reason"),
     [
-        (",384,", ",512,", "gpus=512: unlike tp x pp x dp = 8 x 6 x 8 = 384"),
+        (",384,", ",512,", "gpus=512: unlike tp x cp x pp x dp = 384"),
         (",14336,", ",wide,", "hidden=wide: must be a whole number"),
         (",14336,", ",,", "hidden='': is missing"),
         (",250880,", ",,", "vocab_size='': is missing"),
@@ -108,5 +108,5 @@ def test_the_rows_of_other_cards_and_stacks_ship_with_their_sources(name, rows, 
     """
     path = shipped_rows().with_name(f"{name}.csv")
     read, refused = read_rows(path)
-    assert (len(read), len(refused)) == (rows, skipped) and not ignored_words(path)
+    assert (len(read), len(refused)) == (rows, skipped) and not ignored_columns(path)
     assert all(cells["source"] and cells["licence"] for cells in csv.DictReader(path.open()))

@@ -10,7 +10,13 @@ from trilane.analysis.run_config import card
 from trilane.config.cluster import Cluster
 from trilane.config.parallelism import Topology, invalid_reason
 from trilane.costmodel.calibration import Calibration, Configuration
-from trilane.costmodel.measured_rows import MeasuredRow, Skipped, ignored_words, read_rows, stack_of
+from trilane.costmodel.measured_rows import (
+    MeasuredRow,
+    Skipped,
+    ignored_columns,
+    read_rows,
+    stack_of,
+)
 from trilane.costmodel.recalibration import Recalibration, recalibrated
 from trilane.logs.written_tables import SUFFIXES
 from trilane.utils.validation import require
@@ -66,7 +72,7 @@ def _rows(
         read, bad = read_rows(path, cluster)
         rows += read
         skipped += bad
-        ignored += ignored_words(path)
+        ignored += ignored_columns(path)
     for run in runs:
         case = case_of(run, cluster)
         if not case:

@@ -18,7 +18,7 @@ from trilane.costmodel.measured_rows import (
     MeasuredRow,
     Skipped,
     Source,
-    ignored_words,
+    ignored_columns,
     read_rows,
     shipped_rows,
     usable,
@@ -323,7 +323,7 @@ def backtest(
         read, unread = read_rows(source, cluster or None)
         rows += read
         skipped += unread
-        ignored += ignored_words(source)
+        ignored += ignored_columns(source)
     if left_out:
         predictions = leave_one_out(rows, left_out)
     else:

@@ -5,7 +5,7 @@ measurements.
 import contextlib
 import functools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -92,8 +92,7 @@ def read_rows(
 def each_row(
     source: Source, cluster: Cluster | str | None = None
 ) -> Iterator[MeasuredRow | Skipped]:
-    """The rows of a CSV, of the tables in a Markdown file or of a DataFrame, in their order; of a
-    DataFrame also the empty ones, named by its index where no row_id names them.
+    """The rows of a CSV, of the tables in a Markdown file or of a DataFrame, in their order.
 
     `cluster` replaces the column of that name. A cell that is empty, or has no column, leaves the
     choice to default_topology(). Raises ValueError for a file that is missing, holds no table, or
@@ -101,15 +100,21 @@ def each_row(
     """
     clusters = {name: hardware.cluster(name) for name in hardware.catalogue()}
     machine = load_cluster(cluster) if cluster else None
-    if isinstance(source, str | Path):
-        name = str(source)
-    else:
-        name = "DataFrame"
+    name = str(source) if isinstance(source, str | Path) else "DataFrame"
     for columns, table in _tables(source):
         missing = ", ".join(column for column in NEEDED if column not in columns)
         require(not missing, "rows", name, f"has no column {missing}; needed: {', '.join(NEEDED)}")
-        for cells in table:
+        for column in filter(None, columns):
+            require(columns.count(column) == 1, "column", column, "is there twice")
+        for place, texts in table:
+            cells = {"row_id": place}
+            for column, text in zip(columns, texts, strict=False):
+                if text.strip():
+                    cells[column] = text.strip()
+            beyond = "".join(texts[len(columns) :])
+            rule = "stands beyond the last column; a decimal comma needs quotes"
             try:
+                require(not beyond, "cell", beyond, rule)
                 if machine is None:
                     require_known("cluster", cells.get("cluster", ""), clusters)
                 yield _row(cells, machine or clusters[cells["cluster"]], Path(name).stem)
@@ -117,82 +122,44 @@ def each_row(
                 yield Skipped(row_id=cells["row_id"], reason=str(error))
 
 
-def ignored_words(source: Source) -> list[str]:
-    """What read_rows leaves out of account, a line each: columns that nothing reads, and unknown
-    stacks.
-    """
-    read = columns_read()
-    described = shipped_json("row_columns")["describe"]
-    engines = {*ENGINES}
-    for facts in stacks().values():
-        engines.update(facts["engines"])
-    lines = dict[str, None]()  # each once
-    for columns, table in _tables(source):
-        for name in columns:
-            if name and name not in read and name not in described:
-                lines[f"column={name}: is not known and not read"] = None
-        for cells in table:
-            engine = cells.get("engine", "")
-            if engine and engine not in engines and engine.lower() not in engines:
-                rule = "no stack of that name was measured; what all stacks share is assumed"
-                lines[f"engine={engine}: {rule}"] = None
-    return list(lines)
-
-
-def columns_read() -> list[str]:
-    """The columns that are read: fields of shape and topology, and what was measured."""
-    columns = shipped_json("row_columns")
+def ignored_columns(source: Source) -> list[str]:
+    """The columns that nothing reads, a line each."""
+    words = shipped_json("row_columns")
     given = [field.name for kind in (ModelShape, Topology) for field in fields(kind)]
-    return [columns["names"].get(name, name) for name in given] + columns["read"]
+    known = {words["names"].get(name, name) for name in given}
+    known |= {"", *words["read"], *words["describe"]}
+    unknown = dict[str, None]()  # each once
+    for columns, _ in _tables(source):
+        unknown |= dict.fromkeys(column for column in columns if column not in known)
+    return [f"column={column}: is not known and not read" for column in unknown]
 
 
-def _tables(source: Source) -> Iterator[tuple[list[str], list[dict[str, str]]]]:
-    """Of each table the names of its columns, and its rows: cells by these names, and `row_id` and
-    `beyond`.
-    """
-    is_file = isinstance(source, str | Path)
-    # as results' own frames name them
-    renamed = {**shipped_json("row_columns")["names"], "memory_gib": "mem_gb"}
-    for header, body in _tables_of_file(Path(source)) if is_file else [_table_of_frame(source)]:
-        columns = [renamed.get(name.strip(), name.strip()) for name in header]
-        for name in columns:
-            require(not name or columns.count(name) == 1, "column", name, "is there twice")
-        table = []
-        for line, texts in body:
-            if is_file and not any(texts):
-                continue
-            if is_file:
-                place = f"line {line}"
-            else:
-                place = f"row {source.index[line]}"
-            cells = {"row_id": place}
-            for name, text in zip(columns, texts, strict=False):
-                if name != "row_id" or text:
-                    cells[name] = text.strip()
-            cells["beyond"] = " ".join(texts[len(columns) :]).strip()
-            table.append(cells)
-        yield columns, table
-
-
-def _tables_of_file(path: Path) -> list[written_tables.Table]:
-    lines = read_text(path, "rows", MOST_BYTES).splitlines()
-    if path.suffix == ".md":
-        every = written_tables.tables(lines, ".md")
-        tables = [table for table in every if "sec_per_it" in table[0]]
-    else:
-        tables = list(written_tables.tables(lines, ".csv"))
-    require(bool(tables), "rows", path, "holds no table of measured rows")
-    return tables
-
-
-def _table_of_frame(frame: Any) -> written_tables.Table:
-    """The columns of a DataFrame, and its cells as a file has them: "" for NaN and None."""
-    body = []
-    cells = frame.astype(object).where(frame.notna(), "")
-    for number, row in enumerate(cells.itertuples(index=False, name=None)):
+def _tables(source: Source) -> list[tuple[list[str], list[tuple[str, list[str]]]]]:
+    """Of each table the names of its columns, and its rows: what names a row, its cells."""
+    if isinstance(source, str | Path):
+        lines = read_text(Path(source), "rows", MOST_BYTES).splitlines()
+        suffix = ".md" if Path(source).suffix == ".md" else ".csv"
+        tables = []
+        for header, body in written_tables.tables(lines, suffix):
+            rows = [(f"line {line}", texts) for line, texts in body if any(texts)]
+            if suffix == ".csv" or "sec_per_it" in header:  # a document has other tables
+                tables.append((_names(header), rows))
+        require(bool(tables), "rows", source, "holds no table of measured rows")
+        return tables
+    rows = []
+    cells = source.astype(object).where(source.notna(), "")
+    for name, *row in cells.itertuples(name=None):
         # pandas writes a date with its midnight
-        body.append((number, [one_line(str(cell)).removesuffix(" 00:00:00") for cell in row]))
-    return [str(name) for name in frame], body
+        texts = [one_line(str(cell)).removesuffix(" 00:00:00") for cell in row]
+        rows.append((f"row {name}", texts))
+    return [(_names(source), rows)]
+
+
+def _names(header: Iterable[Any]) -> list[str]:
+    """The names of columns, also of those that results' own frames have."""
+    names = {**shipped_json("row_columns")["names"], "memory_gib": "mem_gb"}
+    columns = [str(name).strip() for name in header]
+    return [names.get(column, column) for column in columns]
 
 
 @functools.cache
@@ -256,8 +223,6 @@ def stack_of(engine: str, attention: str) -> str:
 
 
 def _row(cells: Mapping[str, str], machine: Cluster, file: str) -> MeasuredRow:
-    rule = "stands beyond the last column; a decimal comma needs quotes"
-    require(not cells["beyond"], "cell", cells["beyond"], rule)
     missing = [column for column in NEEDED if not cells.get(column)]
     require(not missing, ", ".join(missing), "''", "is missing")
     engine = cells.get("engine", "")
@@ -287,7 +252,7 @@ def _row(cells: Mapping[str, str], machine: Cluster, file: str) -> MeasuredRow:
         case=case,
         stack=stack,
         seconds=_measured(cells, "sec_per_it"),
-        memory_bytes=_memory_bytes(cells, machine),
+        memory_bytes=_measured(cells, "mem_gb") * 2**30,
         table=cells.get("table_id", ""),
         ran_out=_cell("oom", bool, cells.get("oom") or "0"),
         excluded=bool(cells.get("exclude")),
@@ -299,14 +264,9 @@ def _row(cells: Mapping[str, str], machine: Cluster, file: str) -> MeasuredRow:
 
 def _require_machine(cells: Mapping[str, str], chosen: Mapping[str, Any], machine: Cluster) -> None:
     """ValueError where a row ran on other GPUs than its topology and its cluster have."""
-    if chosen.get("cp", 1) > 1:
-        sizes = ["tp", "cp", "pp", "dp"]
-    else:
-        sizes = ["tp", "pp", "dp"]
-    product = math.prod(chosen[size] for size in sizes)
+    product = chosen.get("cp", 1) * chosen["tp"] * chosen["pp"] * chosen["dp"]
     gpus = _cell("gpus", int, cells.get("gpus") or str(product))
-    factors = " x ".join(str(chosen[size]) for size in sizes)
-    require(gpus == product, "gpus", gpus, f"unlike {' x '.join(sizes)} = {factors} = {product}")
+    require(gpus == product, "gpus", gpus, f"unlike tp x cp x pp x dp = {product}")
     experts = cells.get("ep", "")
     require(experts in ("", "1"), "ep", experts, "mixtures of experts are not predicted")
     gpu = cells.get("gpu", "")
@@ -314,15 +274,6 @@ def _require_machine(cells: Mapping[str, str], chosen: Mapping[str, Any], machin
     require(is_its_card, "gpu", gpu, f"{machine.name} has {machine.gpu.name}")
     if machine.gpu.kind == "cuda" and "precision" in chosen:
         machine.gpu.flops_per_s(chosen["precision"])  # refuses what the card cannot multiply
-
-
-def _memory_bytes(cells: Mapping[str, str], machine: Cluster) -> float:
-    """The bytes of the fullest GPU; ValueError where no card has as many, as in another unit."""
-    memory = _measured(cells, "mem_gb") * 2**30
-    card = machine.gpu.memory_bytes
-    rule = f"is more than a card's {card / 2**30:.4g}: GiB on one GPU are needed"
-    require(not memory > 2 * card, "mem_gb", cells.get("mem_gb"), rule)
-    return memory
 
 
 def _measured(cells: Mapping[str, str], column: str) -> float:

@@ -26,7 +26,7 @@ from trilane.costmodel.measured_rows import (
     Skipped,
     each_row,
     every_row,
-    ignored_words,
+    ignored_columns,
     usable,
 )
 from trilane.costmodel.memory import (
@@ -373,7 +373,7 @@ def predict(
         import pandas as pd
 
         plan = pd.read_csv(io.StringIO(read_text(plan, "rows", MOST_BYTES)))
-    for line in ignored_words(plan):
+    for line in ignored_columns(plan):
         warnings.warn(f"predict: ignored {line}", stacklevel=2)
     names = ("sec_per_it", "sec_lo", "sec_hi", "memory_gib", "oom_probability")
     rows = [_predicted_row(row, calibration) for row in each_row(plan, machine)]

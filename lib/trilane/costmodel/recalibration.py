@@ -22,7 +22,7 @@ from trilane.costmodel.measured_rows import (
     Skipped,
     Source,
     cells_of,
-    ignored_words,
+    ignored_columns,
     read_rows,
 )
 from trilane.costmodel.predict import Prediction, predict, sizes_of
@@ -36,7 +36,7 @@ NOTHING = Text("Nothing to predict: no run has shape, topology, cluster and seco
 # a tenfold error of one row is beyond 6, other units than seconds are beyond 30.
 CONTRADICTION = 6
 OTHER_UNIT = 30
-MOVED = 0.01  # of a constant's logarithm, from which on it is named
+MOVED = 0.01  # a relative change from which on a constant is named
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,16 +117,9 @@ class Recalibration(Table):
         return figures
 
     def moved(self) -> dict[str, tuple[float, float]]:
-        """The constants that changed by 1 % or more, before and after, those that changed most
-        first.
-        """
+        """The constants that changed by 1 % or more, before and after."""
         pairs = {name: (getattr(self.prior, name), getattr(self.fitted, name)) for name in BOUNDS}
-
-        def size(name: str) -> float:
-            old, new = pairs[name]
-            return abs(math.log(new / old))
-
-        return {n: pairs[n] for n in sorted(pairs, key=size, reverse=True) if size(n) >= MOVED}
+        return {name: pair for name, pair in pairs.items() if abs(pair[1] / pair[0] - 1) >= MOVED}
 
     def summary(self) -> str:
         """How many rows count and why others do not, the errors before and after, and what moved,
@@ -135,23 +128,16 @@ class Recalibration(Table):
         lines = list[str]()
         if self.fit:
             stack = self.prior.stack or self.rows[0].stack or "unnamed software"
-            name = self.cases[0].cluster.name
-            lines.append(
-                f"{len(self.rows)} rows of {stack} on {name} used, {len(self.left_out)} not"
-            )
-            errors = []
+            lines.append(f"{len(self.rows)} rows of {stack} used, {len(self.left_out)} not")
             for when, error in self.errors().items():
-                errors.append(f"{when} {error['median']:.1%} / {error['p90']:.1%}")
-            how = f"each row left out of its fit; weight of the rows {self.fit.weight:g}"
-            lines.append(f"error, median / 90th percentile: {', '.join(errors)} ({how})")
-            moved = []
+                figures = f"median {error['median']:.1%}, 90th percentile {error['p90']:.1%}"
+                lines.append(f"error {when}, each row left out of its fit: {figures}")
+            if not self.fit.weight:
+                lines.append("they do not predict each other better: the constants stay")
             for constant, (old, new) in self.moved().items():
-                moved.append(f"{constant} {old:.3g} -> {new:.3g}")
-            kept = "they do not predict each other better: the constants from before are kept"
-            lines.append(f"moved: {', '.join(moved) or 'nothing'}" if self.fit.weight else kept)
+                lines.append(f"moved: {constant} {old:.3g} -> {new:.3g}")
         for reason, count in Counter(row.reason for row in self.left_out).items():
-            first = next(row.row_id for row in self.left_out if row.reason == reason)
-            lines.append(f"not used: {count} rows, the first {first}: {reason}")
+            lines.append(f"not used: {count} rows: {reason}")
         lines += [f"ignored {line}" for line in self.ignored]
         return "\n".join(lines)
 
@@ -186,13 +172,9 @@ class Recalibration(Table):
         return table.assign(gib_over_measured=table["predicted_gib"] / table["measured_gib"])
 
     def _repr_html_(self) -> str:
-        if self:
-            table = super()._repr_html_()
-        else:
-            table = Html.of("<p>{}</p>", NOTHING)
-        title = "Which rows count, their errors, and which constants moved"
-        details = "<details><summary>{}</summary><pre>{}</pre></details>"
-        return table + Html.of(details, title, self.summary())
+        if not self:
+            return Html.of("<p>{}</p>", NOTHING) + Html.pre(self.summary())
+        return super()._repr_html_() + Html.pre(self.summary())
 
     def measured_rows(self) -> DataFrame:
         """The measured runs in the columns that fit() and `trilane calibrate` take."""
@@ -225,7 +207,7 @@ def fit(rows: Source, cluster: Cluster | str) -> Recalibration:
     measured, skipped = read_rows(rows, machine)
     if skipped and not isinstance(rows, str | Path):  # those of a file are reported
         raise ValueError(f"rows={skipped[0].row_id}: {skipped[0].reason}")
-    return recalibrated(measured, skipped, ignored_words(rows), machine, least=2)
+    return recalibrated(measured, skipped, ignored_columns(rows), machine, least=2)
 
 
 def recalibrated(
@@ -238,12 +220,6 @@ def recalibrated(
     """The constants refitted to the rows that count, of which `least` must differ in more than
     their seconds.
     """
-    sites = list(dict.fromkeys(row.site for row in rows if row.site))
-    rule = "the rows are of two clusters; constants are of one"
-    require(len(sites) <= 1, "cluster", ", ".join(sites), rule)
-    if cluster and sites and sites[0] in catalogue():
-        rule = f"is what the rows name, and not {cluster.name}"
-        require(sites[0] == cluster.name, "cluster", sites[0], rule)
     stacks = Counter(row.stack for row in rows if row.seconds > 0)
     stack = max(stacks, key=stacks.__getitem__, default="")
     if cluster is None and rows:
@@ -293,6 +269,8 @@ def _reasons(rows: Sequence[MeasuredRow], stack: str, cluster: Cluster | None) -
             yield f"is of {row.stack or 'no named software'}; most are of {stack or 'none'}"
         elif cluster and case.cluster.name != cluster.name:
             yield f"ran on {case.cluster.name}"
+        elif cluster and row.site in catalogue() and row.site != cluster.name:
+            yield f"ran on {row.site}"
         elif original is not row:
             yield f"repeats {original.row_id} to its last digit"
         else:
