@@ -17,7 +17,7 @@ from trilane.config.layer import Layer
 from trilane.config.model import ModelShape
 from trilane.config.parallelism import Topology
 from trilane.config.plan import Plan
-from trilane.config.training import Data, Dropout, Optimizer, Part, Run
+from trilane.config.training import Data, Optimizer, Part, Run
 from trilane.interop.megatron_args import megatron_args, megatron_text
 from trilane.interop.megatron_parse import parse_plan
 from trilane.interop.shell_args import read_arguments
