@@ -62,7 +62,7 @@ CASES = {
     ],
     "calendar": [
         f"{CALENDAR} --ramp 192,16,9765625 --deadline 2027-05-31",
-        f"{CALENDAR} --adapt gpu_hours --ramp 192,16,9765625 --spare-nodes 0 --price 2.5 --watts 700",
+        f"{CALENDAR} --ramp 192,16,9765625 --spare-nodes 0 --price 2.5",
         f"{CALENDAR} --allocation 1500000 --failures-per-node-year 5 --job-hours 10 --runs 2000",
     ],
     "backtest": [f"plan backtest {name}" for name in SETS],

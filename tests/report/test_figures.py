@@ -12,21 +12,17 @@ import pandas as pd
 import pytest
 from markup import HOSTILE
 from matplotlib.dates import date2num
-from support import REPOSITORY
 
 from trilane.analysis.loss_curve import join
 from trilane.analysis.recalibrate import recalibrate
 from trilane.config.cluster import cluster
 from trilane.config.model import parse_shape
-from trilane.config.plan import read_plan
 from trilane.costmodel.pipeline import pipeline_schedule
-from trilane.forecasting.forecast import forecast
 from trilane.logs.run import RunLog
 from trilane.planning.search import search
 from trilane.planning.search_result import SearchResult
 from trilane.report.html import embedded
 from trilane.report.plots import explorer, losses, runs
-from trilane.report.plots import forecast as of_forecast
 from trilane.report.plots.interactive import MIME, Interactive
 from trilane.utils.tables import Text
 
@@ -133,14 +129,3 @@ def test_phases_follow_each_other_and_what_no_timer_covers_ends_the_iteration():
     bars = [(bar.get_x(), bar.get_width()) for bar in axes.patches]
     assert bars == [(0, 25), (25, 50), (75, 12.5), (87.5, 12.5)]
     assert isinstance(runs.phases([run("b", 3.0)], recalibrate([])), Text)
-
-
-def test_the_calendar_draws_every_job():
-    plan = read_plan(REPOSITORY / "docs/plan-176b.json")
-    asked = {"tokens": 341e9, "start": "2027-01-01", "ramp": "512,512,0", "runs": 100}
-    made = forecast(plan, **asked)
-    bars = of_forecast.gantt(made).axes[1].patches
-    starts = sorted(bar.get_x() - FIRST for bar in bars)
-    assert len(starts) == sum(chain["jobs"] for chain in made.record["schedule"]) > 100
-    assert max(bar.get_width() for bar in bars) == pytest.approx(20 / 24)
-    assert starts[0] == 0 and {bar.get_height() for bar in bars} == {48}, "nodes"

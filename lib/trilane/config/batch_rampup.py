@@ -129,17 +129,15 @@ class Ramp:
                 phases.append(Phase(gbs=batch, iterations=iterations, first=sample))
         return phases
 
-    def require_whole(self, t: Topology, sizes: Iterable[int] = (), also: str = "") -> None:
+    def require_whole(self, t: Topology, sizes: Iterable[int] = ()) -> None:
         """ValueError unless each replica gets whole microbatches (with interleaving rounds of pp of
-        them) at every size or these `sizes`; `also` would do.
+        them) at every size or these `sizes`.
         """
         rule = f"every batch size must be a multiple of mbs x dp = {t.mbs} x {t.dp}"
         unit = t.mbs * t.dp
         if t.interleaving > 1:
             unit *= t.pp
             rule += f", times pp={t.pp} with interleaving"
-        if also:
-            rule += f"; {also} would do"
         grown = range(self.start, t.gbs, self.increment) if self.steps(t.gbs) else ()
         for size in sorted(sizes) or [*grown, t.gbs]:
             require(size % unit == 0, "ramp", size, rule)

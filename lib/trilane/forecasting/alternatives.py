@@ -10,13 +10,12 @@ from typing import Any
 from trilane.config.engines import ENGINES, default_attention, untrainable_reason
 from trilane.config.plan import Plan
 from trilane.costmodel.predict import SAFE
-from trilane.forecasting.forecast import ALLOCATION, DEADLINE, MEMORY, Forecast, Json
+from trilane.forecasting.forecast import Forecast, Json
 from trilane.forecasting.request import ForecastRequest
 from trilane.planning.search import search
 from trilane.utils.numbers import amount
-from trilane.utils.tables import DataFrame, Record, Table, displayed
+from trilane.utils.tables import DataFrame, Record, Table
 
-SIZES = "TP {t.tp} × PP {t.pp} × DP {t.dp}"  # of a topology t, in a case's name
 # what a search varies only where it is asked to
 HELD = [
     "precision",
@@ -42,7 +41,7 @@ class Case(Record):
     @property
     def is_safe(self) -> bool:
         """Whether it can be started: it runs out of memory with a probability of SAFE at most."""
-        return self.forecast.fullest.oom_probability <= SAFE
+        return self.forecast.request.prediction.oom_probability <= SAFE
 
     def hours(self) -> float:
         """GPU-hours, the median of its simulated runs."""
@@ -62,31 +61,28 @@ class Cases(Table):
     cannot run, and why.
     """
 
+    digits = 1
+    shown = (
+        "case days_p50 gpu_hours_p50 money_p50 memory_gib oom_probability p_miss_deadline "
+        "p_overrun_allocation note"
+    )
     kinds: dict[str, tuple[Case, ...]]
     failed: dict[str, str] = field(default_factory=dict)
-    hidden: tuple[str, ...] = ()  # columns that this table does not show
 
     def to_frame(self) -> DataFrame:
-        """A row for each case: its kind, its name, and the numbers of Forecast.figures()."""
+        """A row for each case: its kind, its name, the numbers of Forecast.figures() and a note;
+        then what cannot run.
+        """
         import pandas as pd
 
         rows = list[Json]()
         for kind, cases in self.kinds.items():
-            rows += [{"kind": kind, "case": c.name, **c.forecast.figures()} for c in cases]
+            for case in cases:
+                numbers = case.forecast.figures()
+                rows.append({"kind": kind, "case": case.name, **numbers, "note": case.note})
+        for name, reason in self.failed.items():
+            rows.append({"kind": "cannot run", "case": name, "note": reason})
         return pd.DataFrame(rows)
-
-    def view(self) -> DataFrame:
-        """The facts of each case, without topology and evidence; then what cannot run."""
-        import pandas as pd
-
-        rows = list[dict[str, str]]()
-        for cases in self.kinds.values():
-            rows += [
-                {"case": c.name, **c.forecast.facts(brief=True), "note": c.note} for c in cases
-            ]
-        rows += [{"case": name, "note": reason} for name, reason in self.failed.items()]
-        hidden = ["topology", "days", "seconds an iteration", "nearest measured run", *self.hidden]
-        return displayed(pd.DataFrame(rows).drop(columns=hidden, errors="ignore").fillna(""))
 
 
 def simulated(name: str, request: ForecastRequest, note: str = "", **changes: Any) -> Case:
@@ -96,13 +92,11 @@ def simulated(name: str, request: ForecastRequest, note: str = "", **changes: An
     return Case(name=name, note=note, forecast=changed)
 
 
-def searched(
-    found: Forecast, name: str = "{label}", safe: bool = True, **changes: Any
-) -> Iterator[Case]:
+def searched(base: Forecast, name: str = "{}", safe: bool = True, **changes: Any) -> Iterator[Case]:
     """Other topologies of the plan's GPUs, or what changes of its choices allow: the fastest that
-    are safe to start, or the fastest TP x PP x DP.
+    are safe to start, or the fastest TP x PP x DP. `name` is filled with the label of each.
     """
-    r = found.request
+    r = base.request
     t = r.plan.topology
     asked: Json = {choice: getattr(t, choice) for choice in HELD}
     asked |= {"gpus": t.gpus, "gbs": t.gbs, "engine": r.plan.engine, "calibration": r.calibration}
@@ -114,77 +108,37 @@ def searched(
     for candidate in candidates:
         if safe and candidate.prediction.oom_probability > SAFE:
             continue
-        with contextlib.suppress(ValueError):  # another engine trains no layer of one's own
+        # another engine trains no layer of one's own, another topology not every size of a ramp
+        with contextlib.suppress(ValueError):
             plan = replace(candidate.plan, layer=r.plan.layer)
             if plan.id != r.plan.id:
-                case = on_plan(r, plan, name)
-            else:
-                case = None
-            if case and (case.is_safe or not safe):
-                yield case
+                yield on_plan(r, plan, name)
 
 
-def on_plan(request: ForecastRequest, plan: Plan, name: str = "{label}") -> Case | None:
-    """The request for another plan, named by its topology of the full batch; None where that cannot
-    run.
-
-    Where a batch size of the ramp is no multiple of its mbs x dp, DP and microbatch follow the
-    batch.
-    """
-    adapt = request.adapt
+def on_plan(request: ForecastRequest, plan: Plan, name: str = "{}") -> Case:
+    """The request for another plan; ValueError where that cannot run."""
     note = untrainable_reason(plan.topology) or ""
-    try:
-        request.ramp.require_whole(plan.topology)
-    except ValueError:
-        if adapt == "no":
-            adapt = "days"
-        note = note or "DP or microbatch follow the ramp"
-    try:
-        case = simulated("", request, note, plan=plan, adapt=adapt)
-    except ValueError:
-        return None
-    return replace(case, name=name.format(t=case.forecast.last.topology, label=plan.label))
+    return simulated(name.format(plan.label), request, note, plan=plan)
 
 
-def alternatives(found: Forecast) -> Cases:
-    """The plan, schedules in which DP, microbatch and nodes follow the batch, and the fastest other
-    topologies.
+def alternatives(base: Forecast) -> Cases:
+    """The plan and the fastest other topologies.
 
     alternatives(forecast(plan, tokens=341e9)).to_frame()
     """
-    ways: dict[str, Json] = {
-        "fastest at each batch size": {"adapt": "days"},
-        "cheapest at each batch size": {"adapt": "gpu_hours"},
-    }
-    schedules, failed = _tried(found.request, ways)
-    plan = Case(name=found.request.plan.label, forecast=found)
-    others = [*islice(searched(found), 1), *islice(searched(found, safe=False), 4)]
+    plan = Case(name=base.request.plan.label, forecast=base)
+    others = [*islice(searched(base), 1), *islice(searched(base, safe=False), 4)]
     by_name = {case.name: case for case in others}
-    kinds = {"plan": (plan,), "schedule": schedules, "topology": tuple(by_name.values())}
-    return Cases(kinds=kinds, failed=failed)
+    return Cases(kinds={"plan": (plan,), "topology": tuple(by_name.values())})
 
 
-def _tried(
-    request: ForecastRequest, tries: dict[str, Json]
-) -> tuple[tuple[Case, ...], dict[str, str]]:
-    """The request with each of these changes, and why some cannot run."""
-    cases = list[Case]()
-    failed = dict[str, str]()
-    for name, changes in tries.items():
-        try:
-            cases.append(simulated(name, request, **changes))
-        except ValueError as error:
-            failed[name] = str(error)
-    return tuple(cases), failed
-
-
-def what_ifs(found: Forecast) -> Cases:
+def what_ifs(base: Forecast) -> Cases:
     """The plan under other circumstances; on two thirds of the GPUs the best topology of a search,
     in whole nodes.
 
     what_ifs(forecast("plan.json", tokens=341e9)).to_frame()[["case", "days_p50", "gpu_hours_p50"]]
     """
-    r = found.request
+    r = base.request
     stops = tuple(
         replace(s, per_node_year=2 * s.per_node_year, per_year=2 * s.per_year)
         for s in r.risks.stops
@@ -198,21 +152,26 @@ def what_ifs(found: Forecast) -> Cases:
         "the plan 10 % slower": {"risks": slower},
         f"start a month later, {later}": {"start": later},
     }
-    cases, failed = _tried(r, tries)
-    most = int(0.67 * found.last.topology.gpus)
+    most = int(0.67 * r.plan.topology.gpus)
     node = r.plan.cluster.gpus_per_node
     if most <= node:
         node = 1
-    few = tuple[Case, ...]()
+    cases = list[Case]()
+    failed = dict[str, str]()
     # in whole nodes, of which up to three fewer may divide better
     if counts := [*range(most // node * node, 0, -node)][:4]:
-        few = tuple(islice(searched(found, f"GPUs × 0.67: {{t.gpus}}, {SIZES}", gpus=counts), 1))
-    if not few:
+        cases += islice(searched(base, "GPUs × 0.67: {}", gpus=counts), 1)
+    if not cases:
         failed["GPUs × 0.67"] = f"found no plan on {most} GPUs that is safe to start"
-    return Cases(kinds={"what if": (*few, *cases)}, failed=failed, hidden=("memory", MEMORY))
+    for name, changes in tries.items():
+        try:
+            cases.append(simulated(name, r, **changes))
+        except ValueError as error:
+            failed[name] = str(error)
+    return Cases(kinds={"what if": tuple(cases)}, failed=failed)
 
 
-def levers(found: Forecast) -> Cases:
+def levers(base: Forecast) -> Cases:
     """What a search holds fixed, changed one by one: the best plan that is safe to start with each
     other choice.
 
@@ -221,12 +180,12 @@ def levers(found: Forecast) -> Cases:
 
         levers(forecast("plan.json", tokens=341e9)).to_frame()[["case", "gpu_hours_p50"]]
     """
-    plan = found.request.plan
+    plan = base.request.plan
     t = plan.topology
-    base = Case(name=plan.label, forecast=found)
+    held = Case(name=plan.label, forecast=base)
     cases = list[Case]()
     if plan.cluster.gpu.kind == "cuda":
-        base = min([base, *islice(searched(found), 1)], key=Case.hours)
+        held = min([held, *islice(searched(base), 1)], key=Case.hours)
         own = {"engine": plan.engine, "attention": t.attention, "precision": t.precision}
         # fused, where there is such a kernel
         able = default_attention(plan.shape, plan.cluster, t.precision, plan.engine)
@@ -237,23 +196,18 @@ def levers(found: Forecast) -> Cases:
         }
         for choice, used in own.items():
             for value in sorted({*values[choice]} - {used}):
-                name = f"{choice} {value} instead of {used}: {SIZES}"
+                name = f"{choice} {value} instead of {used}: {{}}"
                 change: Json = {choice: value}
                 with contextlib.suppress(ValueError):  # the card has no such precision
-                    cases += islice(searched(found, name, **change), 1)
+                    cases += islice(searched(base, name, **change), 1)
     noted = list[Case]()
     for case in sorted(cases, key=Case.hours):
-        if abs(case.hours() / base.hours() - 1) > LEAST:
-            if base.forecast is found:
-                than = ""
-            else:
-                than = f" than {base.name}, the best as held"
-            notes = [f"{case.difference(base.forecast)}{than}", case.note]
-            noted.append(replace(case, note="; ".join(filter(None, notes))))
+        if abs(case.hours() / held.hours() - 1) > LEAST:
+            price = f"{case.difference(held.forecast)} than {held.name}"
+            noted.append(replace(case, note="; ".join(filter(None, [price, case.note]))))
     failed = dict[str, str]()
     if not noted:
         failed["none"] = (
             "no other engine, attention kernel or precision has a safe plan that differs"
         )
-    hidden = ("19 of 20 runs by", "money", "memory", DEADLINE, ALLOCATION)
-    return Cases(kinds={"held fixed": tuple(noted)}, failed=failed, hidden=hidden)
+    return Cases(kinds={"held fixed": tuple(noted)}, failed=failed)

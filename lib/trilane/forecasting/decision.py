@@ -1,5 +1,6 @@
 """Whether to start a forecast's plan or an alternative, and the page for whoever decides."""
 
+import contextlib
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -107,8 +108,9 @@ class Decision(Table):
         r = self.asked.request
         if self.known and self.known.id == r.plan.id:
             return self.plan
-        if self.known and (case := on_plan(r, self.known)):
-            return case
+        if self.known:
+            with contextlib.suppress(ValueError):  # it does not divide every size of the ramp
+                return on_plan(r, self.known)
         cases = (self.plan, *self.alternatives.kinds["topology"])
         return min(cases, key=lambda case: case.forecast.request.prediction.sec_per_it)
 
@@ -131,7 +133,7 @@ class Decision(Table):
         failed, _, hours, days = self._rank(self.plan)
         kinds = self.alternatives.kinds
         better = list[Case]()
-        for other in (self.best, *kinds["schedule"], *kinds["topology"]):
+        for other in (self.best, *kinds["topology"]):
             rank = self._rank(other)
             saves = rank[0] == failed and rank[2] < (1 - TIE) * hours and rank[3] <= days
             is_fair = other.is_safe and _sizes(other) == _sizes(self.plan)
@@ -220,7 +222,7 @@ class Decision(Table):
 
     def verdict(self) -> Text:
         """What to start when, with its date, cost, risks and memory, in one sentence."""
-        facts = self.forecast.facts(brief=True)
+        facts = self.forecast.facts()
         r = self.asked.request
         start = "Start on {} with {}"
         if _failures(self.chosen):
@@ -270,13 +272,14 @@ class Decision(Table):
     def evidence(self) -> Lines:
         """What was measured, what was fitted to it, and what is assumed."""
         r = self.forecast.request
-        known = r.prediction.calibration
+        p = r.prediction
+        known = p.calibration
         rows = "no rows of its own"
         if known.rows:
             rows = f"{known.rows} rows of {'your own' if known.own else 'others'}"
-        seconds = f"{with_bounds(*self.forecast.seconds)} seconds an iteration"
+        seconds = f"{with_bounds(p.sec_per_it, p.sec_lo, p.sec_hi)} seconds an iteration"
         lines = [
-            f"measured: {r.prediction.support.words}",
+            f"measured: {p.support.words}",
             f"fitted to {rows} ({known.name}): {seconds}",
         ]
         if r.plan.layer:
@@ -349,7 +352,7 @@ def _failures(case: Case) -> list[str]:
         if p > MOST_RISK
     ]
     if not case.is_safe:
-        risk = chance(case.forecast.fullest.oom_probability)
+        risk = chance(case.forecast.request.prediction.oom_probability)
         lines.append(f"runs out of memory with {risk} probability, above {chance(SAFE)}")
     return lines
 

@@ -18,8 +18,6 @@ NODE_FAILURE = "node failure"
 class Cause(StrEnum):
     """What costs time beside interruptions; none of these may have such a name."""
 
-    ITERATIONS = "iterations"
-    SLOWDOWN = "slower than a benchmark"
     PREDICTION = "slower than predicted"
     QUEUE = "queue between jobs"
     EVALUATION = "evaluation"

@@ -15,11 +15,12 @@ from trilane.config.batch_rampup import Phase, Ramp, parse_ramp
 from trilane.config.options import check, option
 from trilane.config.plan import Plan
 from trilane.costmodel.calibration import Calibration
+from trilane.costmodel.columns import columns_of
 from trilane.costmodel.fit import Z90
+from trilane.costmodel.iteration import iteration_columns
 from trilane.costmodel.predict import Prediction, predict
 from trilane.costmodel.shipped import constants_of
 from trilane.forecasting.failures import NODE_FAILURE, Cause, FailureModel, evaluation_s
-from trilane.forecasting.schedule import SOONEST
 from trilane.forecasting.simulation import Uncertainty
 from trilane.utils.tables import Record, as_json
 from trilane.utils.validation import (
@@ -48,8 +49,7 @@ class ForecastRequest(Record):
     """A plan, its tokens and ramp, the risks, and the limits that must be kept.
 
     Where a text is given it is read as commands and notebooks give it; "" and None stand for the
-    default. With `adapt` DP, microbatch and nodes follow the batch size; without, the plan's
-    topology is kept wherever it fits. ValueError names the field that is wrong.
+    default. ValueError names the field that is wrong.
     """
 
     plan: Plan = option(cli=False)
@@ -68,9 +68,6 @@ class ForecastRequest(Record):
     allocation: float | None = option(
         None, "GPU-hours that are granted", metavar="GPU_HOURS", above=0
     )
-    adapt: str = option(
-        "no", "let DP, MBS, nodes follow the batch", choices=("no", "days", "gpu_hours")
-    )
     failures_per_node_year: float | None = option(
         None, "default: 1.8, uncertain by a factor of 2.2", minimum=0
     )
@@ -81,15 +78,9 @@ class ForecastRequest(Record):
     job_hours: float | None = option(
         None, "the longest job that the queue takes (default: 20)", above=0
     )
-    evaluation_iters: int | None = option(
-        None, "per 1000 iterations (default: 100, as Megatron-LM)"
-    )
     risks: FailureModel = option("", "fields of FailureModel that you know better", metavar="JSON")
     price: float | None = option(
         None, "price of one GPU-hour, in your currency", metavar="PER_GPU_HOUR", minimum=0
-    )
-    watts: float | None = option(
-        None, "of one GPU with its share of the node", metavar="PER_GPU", minimum=0
     )
     calibration: Calibration = option(
         "", "constants: a study, a JSON file or a software stack", metavar="SOURCE"
@@ -115,8 +106,7 @@ class ForecastRequest(Record):
         require(self.tokens >= first, "tokens", f"{self.tokens:g}", f"below one batch of {first}")
         rule = f"must not be before the start, {self.start}"
         require((self.deadline or date.max) >= self.start, "deadline", self.deadline, rule)
-        if self.worth is None:
-            self.ramp.require_whole(plan.topology, also="--adapt days")
+        self.ramp.require_whole(plan.topology)
 
     def _read(self, name: str, read: Callable[[str], Any], default: Any) -> None:
         """Replace the text of a field by what it means, and nothing by the default."""
@@ -136,14 +126,10 @@ class ForecastRequest(Record):
         model = self.risks or FailureModel()
         if isinstance(model, str):
             model = from_mapping(FailureModel, read_json(model, "risks"), "risks")
-        elif run.eval_interval and not self.risks and self.evaluation_iters is None:
+        elif run.eval_interval and not self.risks:
             every = run.eval_interval
             model = replace(model, evaluation_every=every, evaluation_iters=run.eval_iters)
-        changes: dict[str, Any] = {
-            "spare_nodes": self.spare_nodes,
-            "job_hours": self.job_hours,
-            "evaluation_iters": self.evaluation_iters,
-        }
+        changes: dict[str, Any] = {"spare_nodes": self.spare_nodes, "job_hours": self.job_hours}
         if self.checkpoint_minutes is not None:
             require_positive("checkpoint_minutes", self.checkpoint_minutes)
             changes["checkpoint_s"] = self.checkpoint_minutes * 60
@@ -161,15 +147,8 @@ class ForecastRequest(Record):
         """The request as JSON, without the plan and its constants, as from_mapping() reads it.
         Single values that were given stand in `risks`.
         """
-        names = "tokens ramp start deadline allocation adapt risks price watts runs seed"
+        names = "tokens ramp start deadline allocation risks price runs seed"
         return {name: as_json(getattr(self, name)) for name in names.split()}
-
-    @property
-    def worth(self) -> float | None:
-        """What a day is worth in GPU-hours, 0 where only these count; None keeps the plan's
-        topology.
-        """
-        return {"no": None, "days": SOONEST, "gpu_hours": 0.0}[self.adapt]
 
     @property
     def samples(self) -> int:
@@ -190,6 +169,15 @@ class ForecastRequest(Record):
         cuts = np.diff(np.linspace(0, full, CUTS + 1))
         same = [*range(len(ramp)), *[len(ramp)] * CUTS]
         return np.concatenate([ramp, cuts]), np.array(same)
+
+    @cached_property
+    def seconds(self) -> np.ndarray:
+        """Predicted seconds of an iteration of each phase."""
+        plan = self.plan
+        sizes = np.array([float(phase.gbs) for phase in self.phases])
+        columns = replace(columns_of(plan.shape, plan.topology, plan.engine), gbs=sizes)
+        total = iteration_columns(columns, plan.cluster, self.calibration).total
+        return np.broadcast_to(total, len(sizes))
 
     @cached_property
     def prediction(self) -> Prediction:

@@ -21,9 +21,9 @@ class Work:
     """
 
     same: np.ndarray  # (J,) index of the batch size
-    seconds: np.ndarray  # (J,) of work and of the schedule's restarts
-    gpus: np.ndarray  # (J,)
-    nodes: np.ndarray  # (J,)
+    seconds: np.ndarray  # (J,) of work
+    gpus: float
+    nodes: float
     spare_nodes: int = 0  # in reserve
 
 
@@ -58,33 +58,21 @@ class Outcomes:
     lost_s: dict[str, np.ndarray]  # (N,) each
 
 
-class _Draws:
-    """Random numbers of N runs, or their means where there is no generator."""
+def _lognormal(rng: np.random.Generator, deviation: float, *shape: int) -> np.ndarray:
+    """Factors with median 1."""
+    if deviation == 0:
+        return np.ones(shape)
+    return np.exp(deviation * rng.standard_normal(shape))
 
-    def __init__(self, runs: int, rng: np.random.Generator | None):
-        self.runs = runs
-        self.rng = rng
 
-    def lognormal(self, deviation: float, *shape: int) -> np.ndarray:
-        """Factors with median 1."""
-        if self.rng is None or deviation == 0:
-            return np.ones((self.runs, *shape))
-        return np.exp(deviation * self.rng.standard_normal((self.runs, *shape)))
-
-    def count(self, mean: np.ndarray) -> np.ndarray:
-        """Poisson."""
-        if self.rng is None:
-            return mean
-        return self.rng.poisson(mean).astype(float)
-
-    def total(self, count: np.ndarray, mean: float, variance: float) -> np.ndarray:
-        """Sum of `count` independent times: a gamma of the same mean and variance (exact for
-        exponential ones).
-        """
-        if self.rng is None or variance == 0:
-            return count * mean
-        shape = np.maximum(count * mean * mean / variance, 1e-12)
-        return np.where(count > 0, self.rng.gamma(shape, variance / mean), 0.0)
+def _total(rng: np.random.Generator, count: np.ndarray, mean: float, variance: float) -> np.ndarray:
+    """Sum of `count` independent times: a gamma of the same mean and variance (exact for
+    exponential ones).
+    """
+    if variance == 0:
+        return count * mean
+    shape = np.maximum(count * mean * mean / variance, 1e-12)
+    return np.where(count > 0, rng.gamma(shape, variance / mean), 0.0)
 
 
 def simulate(
@@ -94,9 +82,9 @@ def simulate(
     shares: dict[str, float],
     interval_s: float,
     runs: int,
-    rng: np.random.Generator | None,
+    rng: np.random.Generator,
 ) -> Outcomes:
-    """`runs` simulated runs; with rng None one run, every random number replaced by its mean.
+    """`runs` simulated runs.
 
     shares      certain extra time per second of work: evaluation, saving, ends of jobs
     interval_s  seconds between checkpoints
@@ -108,21 +96,18 @@ def simulate(
     speeds that drift during a run. ValueError where interruptions undo most of the work, or take
     ten times as long.
     """
-    draws = _Draws(runs, rng)
-    common = draws.lognormal(uncertainty.common) * uncertainty.slowdown
-    own = draws.lognormal(uncertainty.independent, int(work.same.max()) + 1)
+    common = _lognormal(rng, uncertainty.common, runs) * uncertainty.slowdown
+    own = _lognormal(rng, uncertainty.independent, runs, int(work.same.max()) + 1)
     pieces = work.seconds * common[:, None] * own[:, work.same]  # (N, J)
-    rates = [draws.lognormal(stop.spread) for stop in risks.stops]
+    rates = [_lognormal(rng, stop.spread, runs) for stop in risks.stops]
     worked = pieces.sum(axis=1)
-    node_s = pieces @ work.nodes
 
     means = [
-        rate * (stop.per_node_year * node_s + stop.per_year * worked) / NODE_YEAR_S
+        rate * (stop.per_node_year * work.nodes + stop.per_year) * worked / NODE_YEAR_S
         for stop, rate in zip(risks.stops, rates, strict=True)
     ]
     undone = sum(means, np.zeros(runs)) * interval_s / 2 / worked
-    nodes = float(np.median(node_s / worked))
-    costs = [risks.stop_cost(s, nodes, interval_s, work.spare_nodes) for s in risks.stops]
+    costs = [risks.stop_cost(s, work.nodes, interval_s, work.spare_nodes) for s in risks.stops]
     counts = [mean / (1 - np.minimum(undone, MOST_UNDONE)) for mean in means]
     parts = [float(np.median(n * c[0] / worked)) for n, c in zip(counts, costs, strict=True)]
     _require_progress(risks, interval_s, float(np.median(undone)), parts)
@@ -131,12 +116,12 @@ def simulate(
     lost = {**certain, Cause.QUEUE: worked * risks.queue_s / (risks.job_hours * 3600)}
     charged = worked + sum(certain.values())
     for stop, count, (mean, variance, share) in zip(risks.stops, counts, costs, strict=True):
-        lost[stop.name] = draws.total(draws.count(count), mean, variance)
+        lost[stop.name] = _total(rng, rng.poisson(count).astype(float), mean, variance)
         charged = charged + lost[stop.name] * share
     wall = worked + sum(lost.values())
     return Outcomes(
         wall_s=wall,
-        gpu_s=(pieces @ work.gpus) / worked * charged,
+        gpu_s=work.gpus * charged,
         reached_s=pieces.cumsum(axis=1) * (wall / worked)[:, None],
         lost_s=lost,
     )

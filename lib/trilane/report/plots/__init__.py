@@ -1,5 +1,5 @@
 """The figures of the notebooks, one module a subject, loaded when it is first used:
-`plots.forecast.gantt(...)`.
+`plots.forecast.page(...)`.
 """
 
 from importlib import import_module
