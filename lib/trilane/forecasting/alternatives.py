@@ -63,7 +63,7 @@ class Cases(Table):
 
     digits = 1
     shown = (
-        "case days_p50 gpu_hours_p50 money_p50 memory_gib oom_probability p_miss_deadline "
+        "case gpus tp pp dp days_p50 gpu_hours_p50 memory_gib oom_probability p_miss_deadline "
         "p_overrun_allocation note"
     )
     kinds: dict[str, tuple[Case, ...]]
@@ -92,9 +92,9 @@ def simulated(name: str, request: ForecastRequest, note: str = "", **changes: An
     return Case(name=name, note=note, forecast=changed)
 
 
-def searched(base: Forecast, name: str = "{}", safe: bool = True, **changes: Any) -> Iterator[Case]:
+def searched(base: Forecast, name: str = "", safe: bool = True, **changes: Any) -> Iterator[Case]:
     """Other topologies of the plan's GPUs, or what changes of its choices allow: the fastest that
-    are safe to start, or the fastest TP x PP x DP. `name` is filled with the label of each.
+    are safe to start, or the fastest TP x PP x DP. Each is named by its label where no `name` is given.
     """
     r = base.request
     t = r.plan.topology
@@ -115,10 +115,10 @@ def searched(base: Forecast, name: str = "{}", safe: bool = True, **changes: Any
                 yield on_plan(r, plan, name)
 
 
-def on_plan(request: ForecastRequest, plan: Plan, name: str = "{}") -> Case:
+def on_plan(request: ForecastRequest, plan: Plan, name: str = "") -> Case:
     """The request for another plan; ValueError where that cannot run."""
     note = untrainable_reason(plan.topology) or ""
-    return simulated(name.format(plan.label), request, note, plan=plan)
+    return simulated(name or plan.label, request, note, plan=plan)
 
 
 def alternatives(base: Forecast) -> Cases:
@@ -160,7 +160,7 @@ def what_ifs(base: Forecast) -> Cases:
     failed = dict[str, str]()
     # in whole nodes, of which up to three fewer may divide better
     if counts := [*range(most // node * node, 0, -node)][:4]:
-        cases += islice(searched(base, "GPUs × 0.67: {}", gpus=counts), 1)
+        cases += islice(searched(base, "GPUs × 0.67", gpus=counts), 1)
     if not cases:
         failed["GPUs × 0.67"] = f"found no plan on {most} GPUs that is safe to start"
     for name, changes in tries.items():
@@ -196,15 +196,15 @@ def levers(base: Forecast) -> Cases:
         }
         for choice, used in own.items():
             for value in sorted({*values[choice]} - {used}):
-                name = f"{choice} {value} instead of {used}: {{}}"
+                name = f"{choice} {value} instead of {used}"
                 change: Json = {choice: value}
                 with contextlib.suppress(ValueError):  # the card has no such precision
                     cases += islice(searched(base, name, **change), 1)
     noted = list[Case]()
     for case in sorted(cases, key=Case.hours):
         if abs(case.hours() / held.hours() - 1) > LEAST:
-            price = f"{case.difference(held.forecast)} than {held.name}"
-            noted.append(replace(case, note="; ".join(filter(None, [price, case.note]))))
+            notes = [case.difference(held.forecast), case.note]
+            noted.append(replace(case, note="; ".join(filter(None, notes))))
     failed = dict[str, str]()
     if not noted:
         failed["none"] = (

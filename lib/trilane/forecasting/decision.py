@@ -227,18 +227,14 @@ class Decision(Table):
         start = "Start on {} with {}"
         if _failures(self.chosen):
             start = "Do not start on {} as planned: at best {}"
-        price = ""
-        if r.price:
-            price = Text.of(" ({} at {:g} each)", facts["money"], r.price)
         return Text.of(
-            "{}**{}**: done by **{}** (19 of 20 runs by {}), **{} GPU-hours**{}, {}, {} of memory "
+            "{}**{}**: done by **{}** (19 of 20 runs by {}), **{} GPU-hours**, {}, {} of memory "
             "with {} risk to run out of it.",
             Text.of("{}: ", self.title) if self.title else "",
             Text.of(start, r.start, facts["topology"]),
             facts["done by"],
             facts["19 of 20 runs by"],
             facts["GPU-hours"],
-            price,
             self.forecast.risks(),
             facts["memory"],
             facts[MEMORY],

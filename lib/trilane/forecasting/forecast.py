@@ -261,8 +261,8 @@ class Forecast(Table):
         return ", ".join(words) or "no deadline and no allocation to fail"
 
     def facts(self) -> dict[str, str]:
-        """The run as a person reads it: topology, dates, cost, risks, memory, seconds and what
-        these rest on, where there is such a limit or price; intervals in parentheses.
+        """The run as a person reads it: topology, dates, cost, risks, memory and seconds, where
+        there is such a limit or price; intervals in parentheses.
         """
         r = self.record
         plan = self.request.plan
@@ -283,8 +283,7 @@ class Forecast(Table):
                 facts[name] = chance(r[key], self.request.runs)
         facts[MEMORY] = chance(p.oom_probability)
         facts["seconds an iteration"] = with_bounds(p.sec_per_it, p.sec_lo, p.sec_hi)
-        row, distance = p.support.nearest[0]
-        return facts | {"nearest measured run": f"{row}, distance {distance:.1f}"}
+        return facts
 
     def figures(self) -> Json:
         """The numbers of facts(), units in their names: p50 is the median of the simulated runs,
