@@ -94,7 +94,8 @@ def simulated(name: str, request: ForecastRequest, note: str = "", **changes: An
 
 def searched(base: Forecast, name: str = "", safe: bool = True, **changes: Any) -> Iterator[Case]:
     """Other topologies of the plan's GPUs, or what changes of its choices allow: the fastest that
-    are safe to start, or the fastest TP x PP x DP. Each is named by its label where no `name` is given.
+    are safe to start, or the fastest TP x PP x DP. Without a `name` each
+    is named by its label.
     """
     r = base.request
     t = r.plan.topology
