@@ -50,17 +50,6 @@ def pyspy_text(
     return "\n".join(lines) + "\n"
 
 
-def pyspy_json(stack: Stack) -> str:
-    """`py-spy dump --json`, which has full paths."""
-    frames = [
-        {"name": f, "filename": f"/opt/lib/site-packages/{file}", "line": line}
-        for f, file, line in stack
-    ]
-    return json.dumps(
-        [{"pid": 4242, "thread_name": "MainThread", "owns_gil": False, "frames": frames}]
-    )
-
-
 def faulthandler_text(stack: Stack, main: str = "Current thread") -> str:
     parts = []
     for name, frames in (
@@ -78,7 +67,6 @@ def faulthandler_text(stack: Stack, main: str = "Current thread") -> str:
 STYLES: dict[str, Callable[[Stack], str]] = {
     "text": pyspy_text,
     "faults": faulthandler_text,
-    "json": pyspy_json,
 }
 
 
@@ -121,7 +109,7 @@ def write_all(folder: Path, stacks: dict[int, Stack], style: str = "text") -> No
     """One file a rank, in one style, or with "mixed" in all."""
     folder.mkdir(parents=True, exist_ok=True)
     for rank, stack in stacks.items():
-        kind = (*STYLES,)[rank % 3] if style == "mixed" else style
+        kind = (*STYLES,)[rank % 2] if style == "mixed" else style
         (folder / f"rank_{rank}.txt").write_text(STYLES[kind](stack))
 
 

@@ -6,7 +6,6 @@ from pathlib import Path
 from trilane.cli.app import Answer, Group, command
 from trilane.config.options import option
 from trilane.config.plan import read_plan
-from trilane.slurm import jobs
 from trilane.utils.validation import require, require_known
 from trilane.workspace import rank_grid
 from trilane.workspace.heartbeat import read_beats
@@ -59,28 +58,12 @@ def incident(folder: Path) -> Answer:
 
 
 @command(GROUP)
-def capture(
-    folder: Path,
-    job: str = option("", "with --what hostfile: its SLURM job"),
-    here: Path | None = option(None, "dump this host's ranks there, no more", metavar="STACKS"),
-    what: str = option("stacks", "what is taken", choices=("stacks", "hostfile")),
-) -> Answer | None:
+def capture(folder: Path) -> Answer:
     """Take the stacks of the running job of the run folder FOLDER, on all its nodes, and analyze
     them.
-
-    With `--what hostfile` and --job only print the job's nodes as a hostfile of DeepSpeed and pdsh.
     """
     folder = folder.resolve()
     plan = read_plan(folder / "plan.json")
-    if what == "hostfile":
-        lines = jobs.hostfile(job, plan)
-        return Answer({"hostfile": lines}, lines)
-    require(
-        not job, "job", job, "is for --what hostfile; each node's watchdog dumps its ranks without"
-    )
-    if here is not None:
-        stacks.capture_here(folder, here)
-        return None
     rule = "no rank has given a sign of life (hang_timeout_s=0, or not started)"
     require(bool(read_beats(folder)), "folder", folder, rule)
     taken = stacks.capture(folder, plan)

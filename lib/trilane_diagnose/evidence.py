@@ -14,7 +14,7 @@ from trilane.workspace import rank_grid
 from trilane.workspace.place import Known
 from trilane.workspace.rank_grid import Grid
 from trilane_diagnose.flight_recorder import Recording, read_recording
-from trilane_diagnose.stacks import Dump, patterns, read_faults, read_json, read_pyspy
+from trilane_diagnose.stacks import Dump, patterns, read_faults, read_pyspy
 
 LARGEST_DUMP = 64 << 20  # bytes
 USUAL_GPUS_PER_NODE = 8
@@ -41,8 +41,8 @@ def read_folder(folder: Path, grid: Grid | None = None) -> Evidence:
     is no dump.
 
     Ranks come from names (`rank_12.json`, `12.txt`, `nccl_trace_rank_12`). A file of one node
-    (`trace-node7.out`) holds its ranks in the order of --local_rank, else of pid; nodes come in the
-    order of --node_rank, else of their names. Subfolders are moments, of which the last counts.
+    (`trace-node7.out`) holds its ranks in the order of pid; nodes come in the order of their names,
+    where the grid does not name them. Subfolders are moments, of which the last counts.
     `grid` takes precedence over topology.json and plan.json.
     """
     require_folder("folder", folder)
@@ -129,19 +129,9 @@ class _Files:
 
     def assign(self, grid: Grid | None) -> tuple[Grid | None, list[str]]:
         """Give the processes of nodes their ranks; the grid with the nodes' names, and these."""
-        numbers: dict[str, int] = {}
-        for (_, host), dumps in self.nodes.items():
-            for dump in dumps:
-                number = _number(r"--(?:node|machine)[-_]rank[= ](\d{1,6})\b", dump.command)
-                if number is not None:
-                    numbers[host] = number
         hosts = sorted({host for _, host in self.nodes}, key=natural)
-        if len({*numbers.values()}) == len(hosts):
-            hosts.sort(key=numbers.__getitem__)
-        elif len(hosts) > 1:
+        if len(hosts) > 1:
             self.order = Known.ASSUMED
-            if not (grid and any(place.named for place in grid.places)):
-                self.notes.append("nodes are in the order of their names: no --node_rank is shown")
         trainers = {key: [*filter(is_trainer, dumps)] for key, dumps in self.nodes.items()}
         self.width = max(map(len, trainers.values()), default=0)
         # numbers are no names
@@ -156,15 +146,11 @@ class _Files:
         for (_, host), dumps in trainers.items():
             first = hosts.index(host) * width
             ranks = ranks_of.get(host) or range(first, first + width)
-            for place, dump in enumerate(sorted(dumps, key=lambda dump: dump.pid)):
-                local = _number(r"--local[-_]rank[= ](\d{1,6})\b", dump.command)
-                if local is None:
-                    local = place
-                    order = "ranks of a node are in the order of their process ids"
-                    self.notes.append(f"{order}: no --local_rank is shown")
-                if local < len(ranks):
-                    self.dumps[ranks[local]].append(dump)
-        self.notes = [*dict.fromkeys(self.notes)]
+            in_order = sorted(dumps, key=lambda dump: dump.pid)
+            for rank, dump in zip(ranks, in_order, strict=False):
+                self.dumps[rank].append(dump)
+        if hosts:
+            self.notes.append("nodes are in the order of their names, ranks in that of their pids")
         return grid, names
 
 
@@ -206,16 +192,15 @@ def read_file(path: Path) -> list[Dump] | Recording:
     if "most recent call first" in text:
         dumps = [read_faults(text)]
     else:
-        dumps = read_json(text) or read_pyspy(text)
+        dumps = read_pyspy(text)
     is_log = path.suffix == ".log"
     # an error in a log is not py-spy's
     if any(dump.frames or (dump.error and not is_log) for dump in dumps):
         rule = "holds headings of dshbak; write a file for each host"
         require(not re.search(r"(?m)^-{8,}$", text), "file", path.name, rule)
         return dumps
-    is_dump = not is_log and ("rank" in path.name or '"owns_gil"' in text)
     rule = "empty, truncated or not a dump that can be read"
-    require(not is_dump, "file", path.name, rule)
+    require(is_log or "rank" not in path.name, "file", path.name, rule)
     return []
 
 

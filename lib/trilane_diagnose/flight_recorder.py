@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 from trilane.utils.tables import short
 from trilane.utils.validation import require
 from trilane.workspace.rank_grid import MOST
-from trilane_diagnose.stacks import DAMAGED, patterns
+from trilane_diagnose.stacks import DAMAGED
 
 MOST_CALLS = 100_000  # that are read: torch keeps 2,000 by default
 # Operations in which each rank may have sizes of its own, all_gather and reduce_scatter those on
@@ -132,12 +132,7 @@ def read_recording(data: bytes) -> Recording:
 
 
 def _recording(values: Any) -> Recording:
-    # torch may dump the calls alone that have not ended: of none JSON has no list
-    if "pg_config" in values:
-        entries = values.get("entries", [])
-    else:
-        entries = values["entries"]
-    entries = entries[-MOST_CALLS:]
+    entries = values["entries"][-MOST_CALLS:]
     config = values.get("pg_config") or {}
     members = {_word(name): _ranks(group.get("ranks")) for name, group in config.items()}
     if "" in members:
@@ -150,12 +145,8 @@ def _recording(values: Any) -> Recording:
         if call.p2p:  # it has the number of the collective before it, too
             number = _whole(entry.get("collective_seq_id", 0))
         entered[call.group] = max(entered[call.group], number)
-    has_lost = False
-    if entries:
-        has_lost = bool(entries[0].get("record_id"))
-    for status in (values.get("pg_status") or {}).values():
-        # of no call there is no entry, but a count, text in JSON
-        has_lost |= not entries and int(status["last_enqueued_collective"]) > 0
+    # torch may dump the calls alone that have not ended, of which there may be none
+    has_lost = not entries or bool(entries[0].get("record_id"))
     return Recording(calls=calls, entered=entered, members=members, has_lost=has_lost)
 
 
@@ -186,13 +177,10 @@ def _call(entry: dict[str, Any], members: Mapping[str, tuple[int, ...]]) -> Call
     types = sorted({_word(kind) for kind in entry.get("input_dtypes", ())[:64]})
     kind = [op, ", ".join(types)]
     if not OWN_SIZES.fullmatch(op):
-        kind.append(_sizes(entry.get("input_sizes", ())))
-        root_call = op.removesuffix("_oop").lstrip("_")
-        if patterns("functions")["rooted"].fullmatch(root_call):
-            kind.append("")
-        else:
-            kind.append(_sizes(entry.get("output_sizes", ())))
-    number = entry.get("p2p_seq_id" if p2p else "collective_seq_id", entry.get("seq_id", 0))
+        # of a call's first tensors, such as [[4096], [8, 2]]
+        sizes = entry.get("input_sizes", ())[:64]
+        kind.append(str([[_whole(size) for size in tensor[:16]] for tensor in sizes]))
+    number = entry.get("p2p_seq_id" if p2p else "collective_seq_id", 0)
     # NCCL reports "completed", and retires what timed out; gloo only retires the entry
     is_retired = bool(entry.get("retired")) and state != "started" and not name.startswith("nccl:")
     return Call(
@@ -210,10 +198,7 @@ def _call(entry: dict[str, Any], members: Mapping[str, tuple[int, ...]]) -> Call
 
 def _word(value: Any) -> str:
     require(type(value) in (str, int), "dump", type(value).__name__, "a name is text")
-    text = str(value)
-    if len(text) <= 100 and text.isprintable():
-        return text
-    return short(text)
+    return short(str(value))
 
 
 def _whole(value: Any) -> int:
@@ -222,19 +207,9 @@ def _whole(value: Any) -> int:
     return int(value)
 
 
-def _sizes(value: Any) -> str:
-    """The sizes of a call's first tensors, such as [[4096], [8, 2]], as text."""
-    return str([[_whole(size) for size in tensor[:16]] for tensor in value[:64]])
-
-
 def _ranks(value: Any) -> tuple[int, ...]:
     """The ranks of a group, which torch writes as text "[0, 1]", other tools as a list."""
-    if isinstance(value, str) and value:
-        values = json.loads(value)
-    else:
-        values = value or ()
-    is_list = isinstance(values, list | tuple)
-    ranks = tuple(values[:MOST]) if is_list else ()
-    is_sound = is_list and all(type(rank) is int and 0 <= rank < MOST for rank in ranks)
-    require(is_sound, "dump", "ranks", "a group's are damaged")
+    values = json.loads(value) if isinstance(value, str) and value else value or ()
+    ranks = tuple(_whole(rank) for rank in values[:MOST])
+    require(all(0 <= rank < MOST for rank in ranks), "dump", "ranks", "a group's are damaged")
     return ranks

@@ -1,6 +1,5 @@
 """What a process does, from the dump of any tool: py-spy, faulthandler, Python's trace module."""
 
-import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -178,20 +177,6 @@ def _thread(text: str) -> Thread:
     # Lines that are indented deeper are values of variables (--locals), which may look like frames.
     lines = re.findall(r"(?m)^ {4}(\S.*) \(([^()\n]*?)(?::(\d{1,9}))?\)[ \r]*$", text)
     return Thread(_python([frame(*line) for line in lines]), name, "gil" in state)
-
-
-def read_json(text: str) -> list[Dump]:
-    """The process in the output of `py-spy dump --json`; none in damaged or other text."""
-    try:
-        values = json.loads(text)
-        threads = []
-        for thread in values:
-            frames = [frame(f["name"], f["filename"], f["line"]) for f in thread["frames"]]
-            name = thread["thread_name"] or ""
-            threads.append(Thread(_python(frames), name, bool(thread["owns_gil"])))
-        return [_dump(threads, pid=int(values[0]["pid"]))]
-    except DAMAGED:
-        return []
 
 
 def read_faults(text: str) -> Dump:

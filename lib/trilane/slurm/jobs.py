@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from trilane.config.plan import Plan
 from trilane.costmodel.shipped import constants_of
 from trilane.launch.outcome import last_log
 from trilane.slurm import attempt, client, copies
@@ -441,15 +440,3 @@ def watch(folders: Sequence[Path], every_s: float, seconds: float) -> Iterator[s
         if time.monotonic() + every_s > deadline:
             return
         time.sleep(every_s)
-
-
-def hostfile(job: str, plan: Plan) -> str:
-    """The nodes of a running job as a hostfile of DeepSpeed and pdsh; ValueError where it does not
-    run.
-    """
-    client.require_answer()
-    state = client.states([job])[job]
-    runs = state.state in ("RUNNING", "COMPLETING")
-    require(runs, "job", job, f"is {state.state}, and has no nodes")
-    slots = min(plan.topology.gpus, plan.cluster.gpus_per_node)
-    return "".join(f"{host} slots={slots}\n" for host in client.hostnames(state.nodes))
