@@ -119,8 +119,6 @@ def stamp(world: Any) -> dict[str, Any]:
         "world_size": world.size,
         "devices": cards or ["cpu"],
         "backend": torch.distributed.get_backend(),
-        # by ft_launcher, within the job
-        "restarts": int(os.environ.get("TORCHELASTIC_RESTART_COUNT") or 0),
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
     }
 

@@ -14,7 +14,6 @@ import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from trilane.config.plan import Plan
 from trilane.utils.process import python, start
@@ -23,10 +22,7 @@ from trilane.workspace.heartbeat import END, STACKS, create_record, encode, plac
 from trilane.workspace.pace import PaceMeter
 from trilane_engine import phases
 
-# Of this process, at most one each; the client is of nvidia-resiliency-ext's rank monitor, where
-# ft_launcher started this rank.
-_beats: list["Heartbeat"] = []
-_clients: list[Any] = []
+_beats: list["Heartbeat"] = []  # of this process, at most one
 
 
 class Heartbeat:
@@ -49,11 +45,6 @@ def begin(plan: Plan, folder: Path) -> None:
     """Start this rank's heartbeat, let py-spy attach, and dump stacks on a signal; on each node
     start the watchdog.
     """
-    if "FT_RANK_MONITOR_IPC_SOCKET" in os.environ:
-        from nvidia_resiliency_ext.fault_tolerance import RankMonitorClient
-
-        _clients.append(RankMonitorClient())
-        _clients[0].init_workload_monitoring()
     if plan.run.hang_timeout_s <= 0:
         return
     rank = os.environ["RANK"]
@@ -74,8 +65,6 @@ def begin(plan: Plan, folder: Path) -> None:
 
 def at(step: int) -> None:
     """Record that this rank enters iteration `step`."""
-    for client in _clients:
-        client.send_heartbeat()  # over a socket of this node
     for heartbeat in _beats:
         heartbeat.step = step
         heartbeat.beat(phases.current())
@@ -91,9 +80,6 @@ def iterated(samples: int, seconds: float, by_phase: Mapping[str, float]) -> Non
 
 def end(folder: Path) -> None:
     """Record that this rank has finished."""
-    for client in _clients:  # else its monitor would end a rank that still saves
-        client.shutdown_workload_monitoring()
-    _clients.clear()
     for heartbeat in _beats:
         heartbeat.close()
         heartbeat.beat(END)

@@ -1,8 +1,6 @@
-"""torchrun, or ft_launcher, that ends with its parent, forwards signals, and records which ranks
-failed, and how.
+"""torchrun that ends with its parent, forwards signals, and records which ranks failed, and how.
 
-`python -m trilane_engine.torchrun FAILURES.json <torchrun's arguments>`; an argument of
-ft_launcher's own (--ft-...) starts the ranks by nvidia-resiliency-ext (0.4.1 to 0.7.0 tried).
+`python -m trilane_engine.torchrun FAILURES.json <torchrun's arguments>`.
 torchrun itself only prints a report, dies of SIGUSR1, and kills its workers 30 s after a SIGTERM.
 Here both reach the workers, which take the time that a save needs. torch is imported late: a signal
 that comes while it is must not kill this process.
@@ -15,8 +13,6 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Mapping
-from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +22,6 @@ from trilane.utils.process import (
     allow_open_files,
     announced,
     die_with_parent,
-    end_forks_by_kill,
 )
 from trilane_engine.signals import ALL, FORWARDED, SAVE, STOP
 
@@ -35,7 +30,6 @@ from trilane_engine.signals import ALL, FORWARDED, SAVE, STOP
 # same on each node; torch 2.13 waits 60 s for the first node (read_timeout in
 # c10d_rendezvous_backend.py), then 600 s for all (dynamic_rendezvous.py).
 WAIT_S = 600
-FT = "nvidia_resiliency_ext.fault_tolerance"
 
 
 def main(argv: list[str]) -> int:
@@ -50,31 +44,29 @@ def main(argv: list[str]) -> int:
     adopt_environment()  # SLURM's bash started this process, with a TMPDIR of the node
     os.environ.update(announced())
     os.environ[FORWARDED] = "1"
-    launcher = "torch.distributed.run"
-    elastic = "torch.distributed.elastic"
-    if any(word.startswith("--ft-") for word in argv):
-        launcher = f"{FT}.launcher"
-        if find_spec(f"{FT}._torch_elastic_compat"):  # until 0.4; later ones use torch's modules
-            elastic = f"{FT}._torch_elastic_compat"
-        end_forks_by_kill()
+    from torch.distributed.elastic.multiprocessing import api
+    from torch.distributed.elastic.rendezvous import static_tcp_rendezvous
+
     from trilane_engine import patches
 
-    patches.after_start(import_module(f"{elastic}.multiprocessing.api"), _forward_signals())
-    patches.listen_on_loopback(import_module(f"{elastic}.rendezvous.static_tcp_rendezvous"))
-    return _launch(argv, launcher, elastic)
+    patches.after_start(api, _forward_signals())
+    patches.listen_on_loopback(static_tcp_rendezvous)
+    return _launch(argv)
 
 
-def _launch(argv: list[str], launcher: str, elastic: str) -> int:
-    """Run the module `launcher` as main() does, in a process that has prepared its signals."""
-    multiprocessing = import_module(f"{elastic}.multiprocessing")
-    rendezvous = import_module(f"{elastic}.rendezvous.api")
-    module = import_module(launcher)
-    args = module.parse_args(argv[1:])
+def _launch(argv: list[str]) -> int:
+    """Run torchrun as main() does, in a process that has prepared its signals."""
+    from torch.distributed import run
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.elastic.rendezvous import api as rendezvous
+
+    args = run.parse_args(argv[1:])
     if args.rdzv_backend == "c10d":
         args.rdzv_conf = settings(args.rdzv_conf)
     try:
-        module.run(args)
-    except multiprocessing.errors.ChildFailedError as error:
+        run.run(args)
+    except ChildFailedError as error:
         failures = [
             {"rank": rank, "pid": failure.pid, "exitcode": failure.exitcode}
             for rank, failure in sorted(error.failures.items())
@@ -82,7 +74,7 @@ def _launch(argv: list[str], launcher: str, elastic: str) -> int:
         with contextlib.suppress(OSError):  # a full disk; the launcher reads the ranks' logs
             replace_text(Path(argv[0]), json.dumps(failures))
         return 1
-    except multiprocessing.api.SignalException as error:
+    except SignalException as error:
         return 128 + error.sigval
     except rendezvous.RendezvousConnectionError:
         return _failed(args, f"the first node does not answer at {args.rdzv_endpoint}")

@@ -98,7 +98,6 @@ def test_nodes_that_wait_in_vain_end_as_a_failed_rendezvous(tmp_path, capfd) -> 
     """torchrun's agents: one where the other node is missing, one where the first does
     not answer.
     """
-    names = ("torch.distributed.run", "torch.distributed.elastic")
     one = [str(tmp_path / "f"), "--nnodes=2", "--nproc-per-node=1", "--rdzv-id=7.0"]
     with held_port() as port:
         one += ["--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}"]
@@ -107,7 +106,7 @@ def test_nodes_that_wait_in_vain_end_as_a_failed_rendezvous(tmp_path, capfd) -> 
         "join_timeout=1,is_host=1": "fewer than 2 nodes came",
     }
     for settings, why in lines.items():
-        assert torchrun._launch([*one, f"--rdzv-conf={settings}", "x.py"], *names) == 1
+        assert torchrun._launch([*one, f"--rdzv-conf={settings}", "x.py"]) == 1
         line = f"trilane: rendezvous=7.0: {why}"
         assert line in capfd.readouterr().err
         assert ending(line.encode(), 0).status is Status.RENDEZVOUS

@@ -397,7 +397,7 @@ def test_a_hostile_label_is_refused_and_a_hostile_path_is_quoted_never_executed(
         ),
         (
             lambda: JobRequest(launcher="mpirun"),
-            r"^launcher=mpirun: known: ft_launcher, srun, torchrun$",
+            r"^launcher=mpirun: known: srun, torchrun$",
         ),
         (lambda: JobRequest(spares=-1), r"^spares=-1: must be a whole number of at least 0$"),
         (

@@ -93,12 +93,6 @@ def _blanks(name: str, plan: Plan, site: Site, request: JobRequest) -> dict[str,
     if name == "bench" or (request.launcher == "srun" and name == "train"):
         tasks = used
         cores_per_task = threads
-    # of ft_launcher: a minute after our own watchdog, which dumps stacks first
-    first_beat_s: float = 86400
-    next_beat_s: float = 86400
-    if plan.run.hang_timeout_s:
-        first_beat_s = 5 * plan.run.hang_timeout_s + 720
-        next_beat_s = plan.run.hang_timeout_s + 120
     srun = srun_arguments(site, request.launcher)
     conda = ""
     if request.environment.startswith("conda:"):
@@ -114,8 +108,6 @@ def _blanks(name: str, plan: Plan, site: Site, request: JobRequest) -> dict[str,
         "train_nodes": nodes,
         "preflight": request.preflight and nodes + request.spares > 1,
         "node_test": f"--test --gpus {0 if is_cpu else used} -- {srun}".strip(),
-        "first_beat_s": first_beat_s,
-        "next_beat_s": next_beat_s,
         "tasks_per_node": tasks,
         "processes_per_node": used,
         "gpus_per_node": "" if is_cpu else f"{site.gpu_type}:{used}".lstrip(":"),

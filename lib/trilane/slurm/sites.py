@@ -246,7 +246,7 @@ class JobRequest(Record):
     launcher: str = option(
         "torchrun",
         "what starts a node's processes; srun: each as a task on cores of its own",
-        choices=("torchrun", "srun", "ft_launcher"),
+        choices=("torchrun", "srun"),
     )
     environment: str = option(
         "", "a venv's folder, or conda:NAME, instead of the repository's .venv"

@@ -4,7 +4,7 @@ promised port.
 
 import contextlib
 import ctypes
-import multiprocessing.process
+import multiprocessing
 import os
 import queue
 import resource
@@ -123,18 +123,6 @@ def context(method: str) -> Any:
     """multiprocessing's context of that start method."""
     adopt_environment()
     return multiprocessing.get_context(method)
-
-
-def end_forks_by_kill() -> None:
-    """Let what a library forks from this process die with it, and by SIGKILL where the library ends
-    it.
-
-    The monitors of ranks inherit the signals that this process blocks, and must: SLURM sends them
-    to every process.
-    """
-    process = multiprocessing.process.BaseProcess
-    process.terminate = process.kill  # type: ignore[method-assign]
-    os.register_at_fork(after_in_child=die_with_parent)
 
 
 def interrupt(child: Child, within_s: float = 8.0) -> None:
