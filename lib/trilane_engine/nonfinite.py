@@ -18,16 +18,14 @@ from torch import Tensor, nn
 from trilane_engine import patches
 from trilane_engine.model.gpt import whole_name
 
-WEIGHTS = -1  # as a microbatch, before the first
-
 
 class Seen(NamedTuple):
-    """A value that is not finite. The least is the first in the dataflow of the first microbatch
-    that has one.
+    """A value that is not finite. The least is the first in the dataflow: forward passes do not
+    depend on the gradients of the batch.
     """
 
-    microbatch: int
     backward: bool
+    microbatch: int  # of a forward pass; -1 before the first, and 0 backward
     place: int  # of the chunk among those of all stages, in the order of the pass
     order: int  # of the tensor among those that the rank has looked at
     rank: int
@@ -35,7 +33,7 @@ class Seen(NamedTuple):
 
 
 NOTHING = "repeated, each value is finite: a sum of gradients overflows, or a device is faulty"
-UNSEEN = Seen(1 << 40, True, 0, 0, 0, NOTHING)
+UNSEEN = Seen(True, 1, 0, 0, 0, NOTHING)
 
 
 def first_of(chunks: Sequence[nn.Module], repeat: Callable[[], object]) -> str:
@@ -60,9 +58,7 @@ class Watch:
     def __init__(self, chunks: Sequence[nn.Module], rank: int) -> None:
         self._rank = rank
         self.first = UNSEEN
-        # the microbatch in each chunk
-        self._forward = [-1] * len(chunks)
-        self._backward = [0] * len(chunks)
+        self._microbatch = [-1] * len(chunks)  # in each
         self._looked = 0
         self._hooks: list[Any] = []
         for number, chunk in enumerate(chunks):
@@ -71,7 +67,7 @@ class Watch:
                 gives = partial(self._gives, number, f"the output of {name}")
                 self._hooks.append(module.register_forward_hook(gives))
                 for part, weight in module.named_parameters(recurse=False):
-                    self._look(number, WEIGHTS, False, f"{name}.{part}", weight)
+                    self._look(number, False, f"{name}.{part}", weight)
 
     def end(self) -> None:
         """Look at nothing more."""
@@ -79,38 +75,34 @@ class Watch:
             hook.remove()
 
     def _begin(self, number: int, *_: Any) -> None:
-        self._forward[number] += 1
+        self._microbatch[number] += 1
 
     def _gives(self, number: int, what: str, module: nn.Module, given: Any, out: Any) -> None:
         """Look at the tensors that a module gives now, and at their gradients when they come."""
-        recomputes = patches.runs_backward()
-        microbatch = (self._backward if recomputes else self._forward)[number]
         for tensor in patches.tensors_of(out):
-            self._look(number, microbatch, False, what, tensor)
+            self._look(number, False, what, tensor)
             if tensor.requires_grad:
-                look = partial(self._look, number, microbatch, True, f"the gradient of {what}")
-                tensor.register_hook(look)
+                tensor.register_hook(partial(self._look, number, True, f"the gradient of {what}"))
 
-    def _look(
-        self, number: int, microbatch: int, backward: bool, what: str, tensor: Tensor
-    ) -> None:
+    def _look(self, number: int, backward: bool, what: str, tensor: Tensor) -> None:
         """Keep the first value that is not finite."""
-        if backward:
-            self._backward[number] = microbatch
         self._looked += 1
         if tensor.isfinite().all():
             return
         # chunks follow one another over the stages, backward from the last
         stages = parallel_state.get_pipeline_model_parallel_world_size()
         place = number * stages + parallel_state.get_pipeline_model_parallel_rank()
-        place = -place if backward else place
+        microbatch = self._microbatch[number]
+        when = f"forward pass of microbatch {microbatch}"
+        if backward:
+            place = -place
+            microbatch = 0
+            when = "backward pass"
+        elif microbatch < 0:
+            when = "before the batch"
         kind = "NaN" if tensor.isnan().any() else "Inf"
-        when = "before the batch"
-        if microbatch != WEIGHTS:
-            direction = "backward" if backward else "forward"
-            when = f"{direction} pass of microbatch {microbatch}"
         text = f"{kind} in {what}, {when} on rank {self._rank}, {tensor.dtype}"
-        seen = Seen(microbatch, backward, place, self._looked, self._rank, text)
+        seen = Seen(backward, microbatch, place, self._looked, self._rank, text)
         self.first = min(self.first, seen)
 
 

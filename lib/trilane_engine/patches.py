@@ -7,7 +7,6 @@ has no public way; tests/engine/test_patches.py fails where it changes what is u
 import contextlib
 import functools
 import importlib
-import inspect
 import socket
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -33,11 +32,6 @@ def join_fake_group(rank: int, size: int) -> None:
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", rank=rank, world_size=size, store=FakeStore())
-
-
-def runs_backward() -> bool:
-    """Whether autograd runs a backward pass in this thread."""
-    return torch._C._current_graph_task_id() != -1
 
 
 def tensors_of(tree: Any) -> list[torch.Tensor]:
@@ -139,17 +133,10 @@ def _apply(self: torch.nn.Module, function: Callable[..., Any], recurse: bool = 
     return self
 
 
-def frees_before_sent() -> bool:
-    """Whether megatron-core's interleaving frees an output that is still sent: until 0.17.1."""
-    from megatron.core.pipeline_parallel import schedules
-
-    text = inspect.getsource(schedules.forward_backward_pipelining_with_interleaving)
-    return "send_next_wait_handle is not None and config.deallocate" not in text
-
-
 @functools.cache
 def send_aliases() -> None:
-    """Send an alias of each output where frees_before_sent().
+    """Send an alias of each output: until 0.17.1 megatron-core's interleaving frees one that is
+    still sent.
 
     A send holds its tensor, not the data that is taken from it: losses were up to 6e-2 off.
     """
@@ -158,14 +145,11 @@ def send_aliases() -> None:
     send: Any = p2p_communication._p2p_ops
 
     def aliased(*, tensor_send_next: torch.Tensor | None, **others: Any) -> Any:
-        if tensor_send_next is None:
-            alias = None
-        else:
-            alias = tensor_send_next.detach()
-        return send(tensor_send_next=alias, **others)
+        if tensor_send_next is not None:
+            tensor_send_next = tensor_send_next.detach()
+        return send(tensor_send_next=tensor_send_next, **others)
 
-    if frees_before_sent():
-        p2p_communication._p2p_ops = aliased
+    p2p_communication._p2p_ops = aliased
 
 
 def use_torch_optimizer() -> None:

@@ -59,7 +59,7 @@ FAULTS = {
     ),
     "a gradient alone": (
         *(GRADIENT, {0}, {"recompute": "full"}),
-        f"NaN in the gradient of the output of {PROJ}, backward pass of microbatch",
+        f"NaN in the gradient of the output of {PROJ}, backward pass on rank 0",
     ),
     "an overflow of fp16": (
         *(LARGE, {0, 1}, {"tp": 2, "precision": "fp16"}),

@@ -2,10 +2,8 @@
 
 import ast
 import re
-from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from support import REPOSITORY
@@ -19,7 +17,6 @@ NEEDED = [
     ("enable_cpu", "megatron/core/tensor_parallel/random.py", r"def _set_cuda_rng_state"),
     ("enable_cpu", f"{DDP}/param_and_grad_buffer.py", r"torch\.cuda\.current_device\(\)"),
     ("join_fake_group", "torch/testing/_internal/distributed/fake_pg.py", r"FakeStore"),
-    ("runs_backward", "torch/_C/__init__.pyi", r"_current_graph_task_id"),
     ("storage_key", "torch/storage.py", r"def _cdata"),
     ("stored_at", "torch/distributed/checkpoint/filesystem.py", r"class _StorageInfo"),
     ("bind_near", "torch/numa/binding.py", r"def _node_get_logical_cpus_to_bind_to"),
@@ -45,7 +42,7 @@ NEEDED = [
     ("without_initial_values", "transformers/integrations/deepspeed.py", r"initialize_weights_z"),
     ("without_graph", "transformers/masking_utils.py", r"is_tracing\("),
 ]
-OWN = {"put", "tensors_of", "frees_before_sent", "send_aliases"}
+OWN = {"put", "tensors_of", "send_aliases"}
 
 
 @pytest.mark.parametrize(("patch", "file", "words"), NEEDED, ids=str)
@@ -64,23 +61,3 @@ def test_each_patch_has_its_row() -> None:
         "_Lock",
         "enable_cpu",
     }
-
-
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:full scope")
-def test_sends_are_of_aliases_until_megatron_core_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """From 0.18 on its interleaved schedule waits for a send before it frees the output."""
-    from trilane_engine.cpu import enable_cpu
-
-    enable_cpu()
-    import torch
-    from megatron.core.pipeline_parallel import p2p_communication
-
-    from trilane_engine import patches
-
-    monkeypatch.setattr(p2p_communication, "_p2p_ops", lambda **sent: SimpleNamespace(**sent))
-    patches.send_aliases.__wrapped__()
-    output = torch.ones(2)
-    given = p2p_communication._p2p_ops(tensor_send_next=output, tensor_send_prev=None)
-    assert (given.tensor_send_next is output) == (version("megatron-core") >= "0.18")
-    assert given.tensor_send_next.data_ptr() == output.data_ptr()
-    assert p2p_communication._p2p_ops(tensor_send_next=None).tensor_send_next is None

@@ -112,7 +112,7 @@ class Megatron(Engine):
             updated, grad_norm, _ = self._optimizer.step()
         loss = self._mean(losses)
         if not updated:
-            self._examine_skip(math.isfinite(loss), scale)
+            self._examine_skip(loss)
         return Step(
             loss=loss,
             grad_norm=float(grad_norm or 0.0),
@@ -137,10 +137,9 @@ class Megatron(Engine):
                 )
         return norm
 
-    def _examine_skip(self, is_finite: bool, scale: float) -> None:
-        """Search also where fp16 skips an iteration, unless a smaller loss scale may mend it."""
-        is_lost = not is_finite or scale <= self._optimizer.config.min_loss_scale
-        lost = torch.tensor(int(is_lost)).to(self._positions.device)
+    def _examine_skip(self, loss: float) -> None:
+        """Search also where fp16 skips an iteration whose loss is not finite: no scale mends it."""
+        lost = torch.tensor(int(not math.isfinite(loss))).to(self._positions.device)
         dist.all_reduce(lost, op=dist.ReduceOp.MAX)  # stages have no loss
         if lost.item():
             self._examined(math.nan)
