@@ -280,7 +280,7 @@ class Training:
             self._print(f"{evidence}; the disk is full, so that status.json does not record it")
 
     def _print(self, text: str) -> None:
-        if text and self._world.is_first:
+        if self._world.is_first:
             print_note(text)
 
 

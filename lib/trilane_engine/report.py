@@ -136,12 +136,9 @@ class TrainingLog:
             print(validation_lines(batch.number, loss), flush=True)
 
     def close(self) -> None:
-        """Write what waits for free space on the disk; report what still cannot be written."""
+        """Write what waits for free space on the disk."""
         self._evaluations.write(b"")
         self._steps.write(b"")
-        waiting = self._steps.waiting.count(b"\n")
-        if waiting:
-            print_note(f"the last {waiting} iterations are not in steps.jsonl: the disk is full")
 
 
 def validation_lines(iteration: int, loss: float) -> str:

@@ -202,7 +202,7 @@ BAD = {
     "another folder's": (elsewhere, {}, f"{UNREADABLE} (file=../../secret"),
     "no pickle": (lambda at: (at / ".metadata").write_bytes(b"{}"), {}, UNREADABLE),
     "a chunk twice": (reindexed(twice), {}, f"{UNREADABLE} (tensor=embedding.word_emb"),
-    "a command as tensor": (reindexed(command), {}, f"{EMBEDDING}: a chunk cannot be read (ho"),
+    "a command as tensor": (reindexed(command), {}, f"{EMBEDDING}: a chunk cannot be read (Un"),
     "a command": (
         lambda at: (at / ".metadata").write_bytes(pickle.dumps(Command(at / "ran"))),
         {},

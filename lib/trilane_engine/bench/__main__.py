@@ -34,20 +34,15 @@ def main(argv: list[str]) -> int:
     try:
         require(Path(storage).is_dir(), "storage", storage, "is no folder")
         require(path.suffix == ".json", "out", out, "must end in .json")
-        if is_alone:
-            _require_free(path)  # refused before torch is imported
+        require(not path.exists(), "out", path, "exists")
+        require(path.absolute().parent.is_dir(), "out", path, "its folder does not exist")
+        if is_alone:  # torch is not imported yet
             _become_torchrun(path, name, storage)
         _measure(path, name, Path(storage), int(processes or "0"))
     except ValueError as error:
         print_refusal(error, "trilane: ")
         return 2
     return 0
-
-
-def _require_free(path: Path) -> None:
-    """ValueError unless the file does not exist yet, in a folder that does."""
-    require(not path.exists(), "out", path, "exists")
-    require(path.absolute().parent.is_dir(), "out", path, "its folder does not exist")
 
 
 def _become_torchrun(path: Path, name: str, storage: str) -> None:
@@ -75,14 +70,9 @@ def _measure(path: Path, name: str, storage: Path, processes: int) -> None:
     worlds.from_slurm(os.environ)
     context = _context_bytes()
     world = worlds.start_process_group("fp32")
-    try:
-        worlds.call_on_first(world, lambda: _require_free(path))
-        cluster = measured(world, context, name, storage, processes)
-        if world.is_first:
-            write_json(path, to_mapping(cluster))
-    except ValueError:  # on all ranks; after another error it could wait for peers that are gone
-        torch.distributed.destroy_process_group()
-        raise
+    cluster = measured(world, context, name, storage, processes)
+    if world.is_first:
+        write_json(path, to_mapping(cluster))
     torch.distributed.destroy_process_group()
 
 

@@ -148,9 +148,7 @@ def _tensor(index: megatron.Index, key: str, box: Box) -> torch.Tensor:
     try:
         return assemble(index.folder, index.chunks[key], "weight", box, _read_saved)
     except Exception as error:  # whatever a damaged archive makes of torch.load
-        why = one_line(str(error))
-        if isinstance(error, pickle.UnpicklingError):  # torch would advise to run the pickle
-            why = "holds more than a tensor"
+        why = type(error).__name__  # torch's own text would advise to run a pickle
         raise ValueError(f"tensor={key}: a chunk cannot be read ({why})") from None
 
 
