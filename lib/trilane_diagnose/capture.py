@@ -112,14 +112,11 @@ def write_topology(stacks: Path, plan: Plan, beats: dict[int, Heartbeat]) -> Non
     replicas = topology.dp * topology.cp
     width = min(plan.cluster.gpus_per_node, topology.gpus)
     grid = rank_grid.regular(topology.tp, topology.pp, replicas, width)
-    hosts = {grid[rank].node: beat.host for rank, beat in beats.items() if rank in grid}
     ranks = []
     for place in grid.places:
         row: dict[str, object] = {axis: getattr(place, axis) for axis in ("rank", "tp", "pp", "dp")}
         if place.rank in beats:
             row |= as_json(beats[place.rank])
-        else:  # it is on the host of the others of its node
-            row["host"] = hosts.get(place.node, "")
         state = states.get(str(place.rank))
         row["state"] = state if isinstance(state, str) else ""
         ranks.append(row)

@@ -2,8 +2,6 @@
 tables.
 """
 
-import json
-import tempfile
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,14 +11,14 @@ from trilane.utils.numbers import ranges
 from trilane.utils.tables import DataFrame, Record, Table, as_json, grouped
 from trilane.utils.validation import shipped_json
 from trilane.workspace.place import Known
-from trilane.workspace.rank_grid import Grid
+from trilane.workspace.rank_grid import Grid, regular
 from trilane.workspace.study import Study
 from trilane_diagnose.evidence import Evidence, read_folder
+from trilane_diagnose.stacks import Dump, read_pyspy
 from trilane_diagnose.suspects import OPEN, WHICH, Suspects, find_suspects
 from trilane_diagnose.waits import Conditions, conditions
 
 SHOWN_FRAMES = 6
-SHOWN_NODES = 4
 SHOWN_REASONS = 4
 # of the frames that start every program
 STARTS = ("run_module (", "<module> (", "_bootstrap")
@@ -144,7 +142,10 @@ def diagnose_hang(folder: Path, grid: Grid | None = None) -> Verdict:
     `grid` replaces the topology that the folder names. Raises ValueError where the folder holds no
     dump.
     """
-    evidence = read_folder(folder, grid)
+    return _verdict(folder, read_folder(folder, grid))
+
+
+def _verdict(folder: Path, evidence: Evidence) -> Verdict:
     found = conditions(evidence)
     suspects = find_suspects(evidence, found)
     places = [evidence.grid[rank] for rank in suspects.reasons]
@@ -193,17 +194,15 @@ def study_hang(study: Study, dumps: str = "") -> Verdict:
         return diagnose_hang(hung[-1])
     example = shipped_json("examples/hang")
     sizes = example["topology"]
-    stacks = example["stacks"]
-    done = stacks["done"]["frames"]
-    frames_of = dict.fromkeys(range(sizes["tp"] * sizes["pp"] * sizes["dp"]), done)
-    for stack in stacks.values():
-        frames_of |= dict.fromkeys(stack.get("ranks", ()), stack["frames"])
-    with tempfile.TemporaryDirectory() as folder:
-        for rank, frames in frames_of.items():
-            lines = [f'Thread {rank} (active): "MainThread"', *(f"    {frame}" for frame in frames)]
-            Path(folder, f"rank_{rank}.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
-        Path(folder, "topology.json").write_text(json.dumps(sizes) + "\n", encoding="utf-8")
-        return replace(diagnose_hang(Path(folder)), example=True)
+    grid = regular(sizes["tp"], sizes["pp"], sizes["dp"], sizes["gpus_per_node"], sizes["hosts"])
+    dumps: dict[int, Dump] = {}
+    for stack in example["stacks"].values():
+        lines = ['Thread 1 (active): "MainThread"', *(f"    {frame}" for frame in stack["frames"])]
+        dumps |= dict.fromkeys(stack.get("ranks", grid.ranks), read_pyspy("\n".join(lines))[0])
+    evidence = Evidence(
+        grid=grid, dumps=dumps, earlier={}, recordings={}, unreadable=set(), notes=()
+    )
+    return replace(_verdict(study.folder, evidence), example=True)
 
 
 def _groups(found: Conditions, suspects: Suspects) -> list[Group]:
@@ -259,9 +258,9 @@ def _notes(found: Conditions) -> list[str]:
     """Notes on ranks without a dump (whether that counts against them), and on ranks that moved."""
     kinds = grouped(found, lambda rank: "moved" if found[rank].moves else found[rank].kind)
     texts = {
-        "silent": "missing: ranks {} have no stack, though most do: they may have ended",
-        "unknown": "missing: ranks {} have no dump; one of them may be late",
-        "unreadable": "missing: the dumps of ranks {} cannot be read; one of them may be late",
+        "silent": "ranks {} have no stack, though most do: they may have ended",
+        "unknown": "ranks {} have no dump; one of them may be late",
+        "unreadable": "the dumps of ranks {} cannot be read; one of them may be late",
         "moved": "ranks {} moved between the two moments: slow rather than stuck",
     }
     return [text.format(ranges(kinds[kind])) for kind, text in texts.items() if kind in kinds]
@@ -269,10 +268,7 @@ def _notes(found: Conditions) -> list[str]:
 
 def _places(grid: Grid, ranks: list[int]) -> str:
     """Ranks with their nodes, a single one with its coordinates."""
-    nodes = list(dict.fromkeys(grid.node_name(grid[rank].node) for rank in sorted(ranks)))
-    where = nodes[:SHOWN_NODES]
-    if len(nodes) > SHOWN_NODES:
-        where.append("...")
+    where = list(dict.fromkeys(grid.node_name(grid[rank].node) for rank in sorted(ranks)))
     if len(ranks) > 1:
         return f"ranks {ranges(ranks)} ({', '.join(where)})"
     if grid.known:

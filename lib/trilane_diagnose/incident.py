@@ -14,11 +14,9 @@ from trilane.utils.numbers import ranges
 from trilane.utils.tables import Record
 from trilane.utils.validation import require, require_folder
 from trilane.workspace.status import RunStatus, Status, known_status, verdict
-from trilane_diagnose.evidence import read_file
 from trilane_diagnose.hang import Verdict, diagnose_hang
 
 LOGS = (".log", ".out", ".err", ".gz")
-OTHER_FILES = (".json", ".jsonl", ".html", ".stack")  # which are neither logs nor dumps in text
 Row = dict[str, str]  # of SLURM's accounting
 
 
@@ -65,17 +63,14 @@ def _read_files(folder: Path) -> tuple[list[RunLog], list[Row]]:
         paths = [*folder.glob("*"), *folder.glob("ranks/*.log")]
     logs: list[RunLog] = []
     accounts: list[Row] = []
-    for path in sorted(filter(Path.is_file, paths), key=lambda path: natural(str(path))):
-        if path.suffix in OTHER_FILES:
-            continue
+    for path in sorted(filter(Path.is_file, paths)):
         try:
             with path.open(encoding="utf-8", errors="replace") as file:
                 head = file.readline(1 << 14)
                 if "JobID" in head and "|" in head and "State" in head:
                     accounts += csv.DictReader([head, *file], delimiter="|", restval="")
-                    continue
-            if path.suffix in LOGS or not read_file(path):
-                logs += read_logs(path)[-1:]
+                elif path.suffix in LOGS:
+                    logs += read_logs(path)[-1:]
         except (ValueError, OSError, csv.Error):
             continue  # another file
     return logs, accounts
@@ -92,19 +87,15 @@ def _end(folder: Path, logs: list[RunLog], accounts: list[Row], hang: Verdict | 
     # of several jobs the last counts, of one its steps, which name the node
     scheduler = None
     cancelled = None
-    for row in sorted(
-        accounts, key=lambda row: list(map(natural, f"{row.get('JobID')}".split(".")))
-    ):
-        status = attempt.REASONS.get(str(row.get("State")).partition(" ")[0])
-        facts = [f"job {row.get('JobID')}: {row.get('State')}", row.get("NodeList")]
-        if not status:
-            continue
-        reason = attempt.status_of(status, " on ".join(filter(None, facts)))
+    for row in sorted(accounts, key=lambda row: natural(str(row.get("JobID")))):
+        state = str(row.get("State"))
+        status = attempt.REASONS.get(state.partition(" ")[0])
+        evidence = f"job {row.get('JobID')}: {state} on {row.get('NodeList') or 'its nodes'}"
         # a cancellation counts only without another reason: who cancels has one
         if status is Status.CANCELLED:
-            cancelled = reason
-        else:
-            scheduler = reason
+            cancelled = attempt.status_of(status, evidence)
+        elif status:
+            scheduler = attempt.status_of(status, evidence)
     otherwise = attempt.status_of(Status.UNFINISHED, log.evidence if log else "")
     if log and (log.status.is_clean or log.status.has_failed):
         # who reports a time-out, or that another is gone, is not who began it

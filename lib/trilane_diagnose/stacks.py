@@ -199,9 +199,6 @@ def read_faults(text: str) -> Dump:
             frames_of[thread] = []
             if begins[1] == "Current thread":
                 current = thread
-        elif line.startswith("Timeout ("):  # a timer's dump, which has no current thread
-            frames_of = {}
-            current = ""
         elif frames_of:
             match = re.match(r'\s*File "(.*)", line (\d{1,9}|\?\?\?) in (.*)$', line)
             if match:

@@ -2,8 +2,8 @@
 phase.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -14,12 +14,8 @@ from trilane.workspace.pace import OWN, Pace
 from trilane.workspace.rank_grid import Grid
 
 Seconds = Mapping[int, Mapping[str, float]]  # by rank and phase
-# Phases in which a rank mostly waits for others; in those of OWN it does its own work.
-WAITS = ("p2p-wait", "all-grads-sync")
 SLOW = 5.0  # robust standard deviations
-SLOW_NODE = 2.5  # half as many count where most ranks of a node are slow
 MOST_OF_NODE = 0.75
-WORTH_A_RESTART = 0.03  # of the median
 LEAST_SPREAD = 0.01  # of the median
 
 
@@ -49,34 +45,29 @@ def find_stragglers(grid: Grid, seconds: Seconds) -> list[Straggler]:
     Raises ValueError for a rank outside the grid.
 
     A rank's own work is compared with that of its stage: score = (x - median) / (1.4826 MAD), MAD
-    at least 1 % of the median. A node is slow where most of its ranks are. Ranks that wait for a
-    slow rank communicate longer, too: communication is examined only where all do their own work as
-    fast as others, and shows the ends of a slow link. Left out: a link that slows a whole ring
-    collective evenly.
+    at least 1 % of the median. A node is slow where most of its ranks are. Left out: communication,
+    and with it slow links, since ranks that wait for a slow one communicate longer, too.
     """
     for rank in seconds:
         require(rank in grid, "rank", rank, f"must lie below tp x pp x dp = {len(grid.ranks)}")
-    slow = _slow_ranks(grid, seconds, OWN)
+    slow = _slow_ranks(grid, seconds)
     stragglers = []
     for node, ranks in grid.nodes.items():
         timed = [rank for rank in ranks if rank in seconds]
         own = [slow[rank] for rank in timed if rank in slow]
         if len(timed) > 1 and len(own) >= MOST_OF_NODE * len(timed):
-            stragglers.append(_straggler("node", node, own))
-    of_nodes = {rank for straggler in stragglers for rank in straggler.ranks}
-    slow = {rank: one for rank, one in slow.items() if one.score > SLOW}
-    if not slow and not stragglers:
-        slow = _slow_ranks(grid, seconds, WAITS)
-    for rank, one in slow.items():
-        if rank not in of_nodes and one.score > SLOW:
-            stragglers.append(one)
+            worst = max(own, key=lambda one: one.score)
+            of_node = tuple(one.ranks[0] for one in own)
+            stragglers.append(replace(worst, kind="node", name=node, ranks=of_node))
+        else:
+            stragglers += own
     return sorted(stragglers, key=lambda straggler: -straggler.score)
 
 
-def _slow_ranks(grid: Grid, seconds: Seconds, phases: Sequence[str]) -> dict[int, Straggler]:
-    """Each rank that is slow by SLOW_NODE in a phase, in its worst."""
+def _slow_ranks(grid: Grid, seconds: Seconds) -> dict[int, Straggler]:
+    """Each rank that is slow in a phase of its own work, in its worst."""
     slow: dict[int, Straggler] = {}
-    for phase in phases:
+    for phase in OWN:
         timed = [rank for rank, times in seconds.items() if phase in times]
         for ranks in grouped(timed, lambda rank: grid[rank].pp).values():
             values = np.array([seconds[rank][phase] for rank in ranks])  # (R,)
@@ -85,8 +76,8 @@ def _slow_ranks(grid: Grid, seconds: Seconds, phases: Sequence[str]) -> dict[int
             spread = max(deviation, LEAST_SPREAD * median, 1e-9)
             for rank, excess in zip(ranks, (values - median).tolist(), strict=True):
                 score = excess / spread
-                worst = slow[rank].score if rank in slow else SLOW_NODE
-                if score > worst and excess > WORTH_A_RESTART * median:
+                worst = slow[rank].score if rank in slow else SLOW
+                if score > worst:
                     slow[rank] = Straggler(
                         kind="rank",
                         name=str(rank),
@@ -96,20 +87,6 @@ def _slow_ranks(grid: Grid, seconds: Seconds, phases: Sequence[str]) -> dict[int
                         score=score,
                     )
     return slow
-
-
-def _straggler(kind: str, name: str, slow: list[Straggler]) -> Straggler:
-    """The worst of these, as what they have in common."""
-    worst = max(slow, key=lambda one: one.score)
-    ranks = tuple(one.ranks[0] for one in slow)
-    return Straggler(
-        kind=kind,
-        name=name,
-        ranks=ranks,
-        phase=worst.phase,
-        excess_s=worst.excess_s,
-        score=worst.score,
-    )
 
 
 def slowest(grid: Grid, paces: Mapping[int, Pace]) -> tuple[str, tuple[int, ...]]:

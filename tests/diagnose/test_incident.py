@@ -8,7 +8,6 @@ import pytest
 from plants import data_loader, write
 
 from trilane.cli.app import main
-from trilane.workspace.status import RunStatus, Status, write_status
 from trilane_diagnose.incident import read_incident
 
 STEP = (
@@ -33,9 +32,7 @@ TRACEBACK = "[rank12]: Traceback (most recent call last):\n[rank12]: ValueError:
             f"7.0|OUT_OF_MEMORY|{END}|0:125|gpu3\n7|OUT_OF_MEMORY|{END}|0:125|gpu[1-4]\n",
             "host memory: job 7.0",
         ),
-        ("", f"7|TIMEOUT|{END}|0:0|gpu[1-4]\n", "time limit: job 7: TIMEOUT"),
         (TRACEBACK, f"7|CANCELLED by 1000|{END}|0:0|gpu3\n", "crashed on rank 12"),
-        (TRACEBACK, "", "crashed on rank 12"),
         ("", f"6|TIMEOUT|{END}|0:0|gpu1\n10|NODE_FAIL|{END}|1:0|gpu4\n", "node failure: job 10"),
         ("", "", "cannot be determined from these files"),
     ],
@@ -52,16 +49,6 @@ def test_of_copied_files_the_reason_is_found(
     assert incident.verdict[0].startswith(verdict), incident.summary()
 
 
-def test_what_the_run_recorded_of_its_failure_is_the_reason_of_who_cancelled_the_job(
-    tmp_path: Path,
-) -> None:
-    crash = RunStatus(status=Status.CRASHED, evidence="rank 3: x", rank=3, exit_code=1, seconds=9.0)
-    write_status(tmp_path, crash)
-    (tmp_path / "run.log").write_text(STEP.format(1, 1))
-    (tmp_path / "accounting.txt").write_text(f"{HEAD}7|CANCELLED by 1000|{END}|0:0|gpu3\n")
-    assert read_incident(tmp_path).verdict[0] == "crashed on rank 3: rank 3: x"
-
-
 def test_a_hang_of_384_ranks_is_joined_with_its_log(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -76,15 +63,6 @@ def test_a_hang_of_384_ranks_is_joined_with_its_log(
     assert "cannot be determined" not in " ".join(incident["verdict"])
     assert incident["status"] == "hang"
     assert "on rank 7" not in incident["verdict"][0], "it only waited"
-
-
-def test_where_log_and_stacks_name_other_ranks_none_is_blamed(tmp_path: Path) -> None:
-    scene = data_loader(Random(1))
-    write(tmp_path / "copied", scene)
-    other = (min(scene.guilty) + 1) % 8
-    traceback = f"Traceback (most recent call last):\n[rank{other}]: ValueError: x\n"
-    (tmp_path / "copied/train.log").write_text(STEP.format(1, 1) + traceback)
-    assert "which began it cannot be determined" in read_incident(tmp_path / "copied").verdict[-1]
 
 
 def test_a_run_that_completed_had_no_incident_and_an_empty_folder_is_one_line(

@@ -31,34 +31,24 @@ def names(found: list[Straggler]) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("share", "ranks", "found", "phase"),
+    ("share", "ranks", "found"),
     [
-        (1.029, (4, 5, 6, 7), [], "optimizer"),
-        (1.031, (4, 5, 7), ["node node1"], "optimizer"),
-        (1.031, (4, 5), [], "optimizer"),
-        (1.06, (4, 5), ["rank 5", "rank 4"], "optimizer"),
-        (1.06, (4, 9), ["rank 9", "rank 4"], "p2p-wait"),
-        (1.06, (4, 9), [], "evaluate"),
+        (1.049, (4, 5, 7), []),
+        (1.051, (4, 5, 7), ["node node1"]),
+        (1.051, (4, 5), ["rank 5", "rank 4"]),
     ],
 )
-def test_a_node_is_slow_from_three_percent_and_three_of_its_four_ranks_on(
-    share: float, ranks: tuple, found: list, phase: str
+def test_a_node_is_slow_where_three_of_its_four_ranks_are(
+    share: float, ranks: tuple, found: list
 ) -> None:
-    """A link by the ends of it, which communicate longer; who waits for a slow rank does so, too,
-    and is not named.
-
-    The last stage has the head, and works longer.
+    """Who waits for a slow rank communicates longer, and is not named. The last stage has the head,
+    and works longer.
     """
     times = {}
     for rank in range(32):
         slower = share + rank / 1e6 if rank in ranks else 1.0
-        times[rank] = {phase: (1 + rank // 16) * slower}
-    grid = regular(1, 2, 16, 4)
-    assert names(find_stragglers(grid, times)) == found
-    for rank, own in times.items():
-        own["all-grads-sync"] = 1 + (rank == 2)
-    is_explained = phase == "optimizer" and bool(found)
-    assert ("rank 2" in names(find_stragglers(grid, times))) is not is_explained
+        times[rank] = {"optimizer": (1 + rank // 16) * slower, "p2p-wait": 1.0 + (rank == 2)}
+    assert names(find_stragglers(regular(1, 2, 16, 4), times)) == found
 
 
 DISK = "the shared disk, since batch-generator takes 3 s longer on"
