@@ -195,12 +195,12 @@ def study_hang(study: Study, dumps: str = "") -> Verdict:
     example = shipped_json("examples/hang")
     sizes = example["topology"]
     grid = regular(sizes["tp"], sizes["pp"], sizes["dp"], sizes["gpus_per_node"], sizes["hosts"])
-    dumps: dict[int, Dump] = {}
+    dump_of: dict[int, Dump] = {}
     for stack in example["stacks"].values():
         lines = ['Thread 1 (active): "MainThread"', *(f"    {frame}" for frame in stack["frames"])]
-        dumps |= dict.fromkeys(stack.get("ranks", grid.ranks), read_pyspy("\n".join(lines))[0])
+        dump_of |= dict.fromkeys(stack.get("ranks", grid.ranks), read_pyspy("\n".join(lines))[0])
     evidence = Evidence(
-        grid=grid, dumps=dumps, earlier={}, recordings={}, unreadable=set(), notes=()
+        grid=grid, dumps=dump_of, earlier={}, recordings={}, unreadable=set(), notes=()
     )
     return replace(_verdict(study.folder, evidence), example=True)
 
