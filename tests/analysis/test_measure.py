@@ -144,7 +144,7 @@ def test_the_flops_of_a_gate_and_of_shared_keys_are_counted_as_megatron_does():
 def test_timers_become_phases_once_each():
     megatron = {
         "iteration": [1, 2], "forward-compute": 0.4, "backward-compute": 0.8, "forward-recv": 0.2, "optimizer": 0.1,
-        "forward-recv min": 0.01, "backward-send-forward-recv": 0.1, "backward-params-all-reduce": 0.05,
+        "backward-send-forward-recv": 0.1, "backward-params-all-reduce": 0.05,
         "backward-embedding-all-reduce": 0.1, "optimizer-clip-main-grad": 0.03, "optimizer-inner-step": 0.05,
         "batch-generator": 0.01, "forward-backward": 1.6,
     }  # fmt: skip

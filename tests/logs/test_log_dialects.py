@@ -120,8 +120,7 @@ def test_memory_timers_arguments_and_devices_are_read(tmp_path):
     )
     assert list(log.memory["max_allocated"]) == [9.25 * 2**30]
     assert log.timers["forward-compute"].tolist()[0] == 0.14803
-    assert (log.timers["optimizer"].iloc[1], log.timers["optimizer min"].iloc[1]) == (0.02, 0.01)
-    assert any("set-up" in note for note in log.notes)
+    assert log.timers["optimizer"].iloc[1] == 0.02
 
 
 @pytest.mark.skipif(not RAW.is_dir(), reason="the folder of real logs is not beside this checkout")

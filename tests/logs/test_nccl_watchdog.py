@@ -42,23 +42,20 @@ def lines(tmp_path, text, world=8):
     return read_log(tmp_path / "a.log").collectives
 
 
-WORK = "timed out in work {} (ALLREDUCE of 1,048,576 elements); last enqueued {}, last completed {}"
+WORK = "timed out in work {} (ALLREDUCE); last enqueued {}, last completed {}"
 NONE = "nothing of them is in this log"
 TP = "PG ID 5 PG GUID 37(TENSOR_MODEL_PARALLEL_GROUP)"
-HOST = (
-    "gpu05:81:99 [3] NCCL INFO comm 0x55d rank 3 nranks 8 cudaDev 3 busId 1b000 - Init COMPLETE\n"
-)
 HANGS = {
     "one reports that it is behind": (
         "".join(new(r, 1234, 1236) for r in range(7)) + dump(7, 1230),
         [
-            "default_pg: rank 7: last enqueued 1230, last completed 1230",
+            "default_pg: ranks 7: last enqueued 1230, last completed 1230",
             f"default_pg: ranks 0-6: {WORK.format(1234, 1236, 1233)}",
         ],
     ),
     "one prints nothing": (
-        HOST + "".join(new(r, 1234, 1236) for r in range(8) if r != 3),
-        [f"default_pg: rank 3 (gpu05): {NONE}", f"default_pg: ranks 0-2, 4-7: {WORK.format(1234, 1236, 1233)}"],
+        "".join(new(r, 1234, 1236) for r in range(8) if r != 3),
+        [f"default_pg: ranks 3: {NONE}", f"default_pg: ranks 0-2, 4-7: {WORK.format(1234, 1236, 1233)}"],
     ),
     "an error is no timeout": (
         "[rank3]:[E ProcessGroupNCCL.cpp:1785] [PG ID 0 PG GUID 0(default_pg) Rank 3] Exception (either an error or timeout) detected "

@@ -116,11 +116,7 @@ def test_seconds_are_of_the_clock_the_bar_or_the_runtime_and_not_of_a_rounded_ra
     )
     assert runs(tmp_path, hours)[0].iterations["sec_per_it"].iloc[1] == 18.0
     (log,) = runs(tmp_path, deepspeed(136000))
-    assert (
-        log.iterations["sec_per_it"].median() == pytest.approx(3.42, rel=1e-3)
-        and "time stamps" in log.notes[0]
-    )
-    assert runs(tmp_path, MANY + deepspeed(1))[0].notes == (), "Megatron prints its seconds itself"
+    assert log.iterations["sec_per_it"].median() == pytest.approx(3.42, rel=1e-3)
 
 
 def test_memory_and_loss_are_those_of_the_ranks_that_have_them(tmp_path):

@@ -178,7 +178,7 @@ class Measurement(Record):
     def to_json(self) -> dict[str, Any]:
         """The run as one JSON object; null where a value is unknown."""
         names = ["dialect", "status", "evidence", "rank", "hosts", "collectives", "exclude"]
-        names += ["arguments", "first_iteration", "last_iteration", "problems", "caveat"]
+        names += ["arguments", "first_iteration", "last_iteration", "problems"]
         values = {name: getattr(self.log, name) for name in names}
         values["left_out"] = [
             {"reason": reason, "iterations": ranges(numbers, 4)}

@@ -2,7 +2,6 @@
 card.
 """
 
-import math
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -166,11 +165,8 @@ def card(log: RunLog) -> Gpu | None:
     words = card_words(device.name.replace(".", "")) - {"PCIE"}
     known = [cluster.cluster(name).gpu for name in cluster.catalogue()]
     fitting = [gpu for gpu in known if words <= card_words(gpu.name)]
-    size = device.total_bytes
-    if math.isnan(size):  # a list without the memory: the largest
-        size = math.inf
     return min(
-        fitting, key=lambda gpu: (abs(gpu.memory_bytes - size), -gpu.memory_bytes), default=None
+        fitting, key=lambda gpu: abs(gpu.memory_bytes - device.total_bytes), default=None
     )
 
 

@@ -223,7 +223,7 @@ def parse_text(runs: Sequence[Measurement]) -> str:
             name = f"{name}, run {seen[log.source]} of {in_file[log.source]}"
         lines.append(f"{name}: {log.status} ({log.dialect})")
         facts = [f"{head} {cell(row, key)}" for head, key in PARSED.items() if cell(row, key)]
-        details = [", ".join(facts), log.evidence, log.caveat, *log.collectives, *log.own]
+        details = [", ".join(facts), log.evidence, *log.collectives, *log.own]
         details += [f"problem: {problem}" for problem in row["problems"][:PROBLEMS]]
         lines += [f"  {detail}" for detail in details if detail]
     return "\n".join(lines)

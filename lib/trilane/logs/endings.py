@@ -20,17 +20,10 @@ NUMBERS = (
 )
 # and what stands before it still: the bars of an exception group, the module of the exception
 LEAD = rb"^\s*" + NUMBERS + rb"\s*(?:\|\s*)?(?:\w++\.)*+"
-QUOTE = re.compile(rb'"[^"]*+"')
-REPORTS = re.compile(
-    rb"(?i)error|fail|exce|fatal|abort|died|crash|reason|message|cause|warn|critical|\{"
-)
 RETRIES = re.compile(
     rb"(?<!after )\b[Rr]etrying\b(?! failed| did)|\b[Ww]ill (?:be )?retr(?:y|ied)\b"
 )
 EXCEPTION = re.compile(LEAD + rb"(?=[A-Z]\w*?[a-z])\w++(?::|\s*$)")
-OF_CARD = re.compile(
-    r"CUDA error: (?:an illegal|misaligned|unspecified launch|unknown)|Memory access fault by GPU"
-)
 MAX_LINE = 1 << 14  # bytes; a longer line is no message
 MAX_HOSTS = 256  # of an ending
 # iterations after which a message was no end: SLURM's jobs print on for 30 s; the rank that prints
@@ -120,23 +113,11 @@ def ending(line: bytes, rows: int) -> Ending | None:
     for rule in rules():
         if not any(word in line for word in rule.words):
             continue
-        if match := rule.pattern.search(line):
-            if rule.level in OF_PROGRAM and _continues(line, match):
-                return None
+        if rule.pattern.search(line):
+            if rule.level in OF_PROGRAM and RETRIES.search(line):
+                return None  # the program tries again
             return reported(rule.level, rule.status, line, rows)
     return None
-
-
-def _continues(line: bytes, match: re.Match[bytes]) -> bool:
-    """Whether the program continues after that line: it tries again, or quotes a text without
-    reporting an error.
-    """
-    if RETRIES.search(line):
-        return True
-    for quote in QUOTE.finditer(line):
-        if quote.start() < match.start() and match.end() < quote.end():
-            return not REPORTS.search(QUOTE.sub(b"", line))
-    return False
 
 
 def raised(line: bytes, rows: int) -> Ending | None:
@@ -157,26 +138,9 @@ def reported(level: Level, status: Status, line: bytes, rows: int) -> Ending:
     return end
 
 
-def caveat(status: Status, evidence: str, rank: int | None, hosts: tuple[str, ...]) -> str:
-    """What the evidence, a line of that rank and these nodes, leaves open; "" where nothing."""
-    if status is Status.KILLED:
-        killer = "possibly by its node's OOM killer (sacct, dmesg)"
-        return f"this log does not show what killed it: {killer}"
-    if status is Status.GPU_ERROR and not hosts:
-        where = "a rank" if rank is None else f"rank {rank}"
-        return f"the fault is on {where}; its node is not known from this log"
-    if status is Status.CRASHED and OF_CARD.search(evidence):
-        return "the program or the card may be the reason: this log does not show which"
-    return ""
-
-
 def joined(first: Ending, later: Ending) -> Ending:
     """The first of two endings of one kind; where nodes are at fault, with those of both."""
     first = replace(first, in_traceback=first.in_traceback or later.in_traceback)
-    is_step = (first.level, first.status) == (Level.SCHEDULER, Status.HOST_MEMORY)
-    if is_step and not first.hosts:
-        # of a step that ran out of memory slurmstepd names no node, but srun
-        return replace(first, hosts=later.hosts)
     if first.blames_node and len(first.hosts) < MAX_HOSTS:
         return replace(first, hosts=tuple(dict.fromkeys((*first.hosts, *later.hosts))))
     return first

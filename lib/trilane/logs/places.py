@@ -54,7 +54,6 @@ NODE = re.compile(  # that --exclude takes: not `localhost`, and no address
 )
 MAX_LINE = 2000  # bytes that are searched for a node
 MAX_TASKS = 512  # of `0-511`
-GPUS_OF_NODE = 8  # a communicator of so many ranks may be one node's
 
 
 def place_of(line: bytes) -> Place:
@@ -104,7 +103,7 @@ def _numbers(text: bytes) -> tuple[int, ...]:
 
 @dataclass(kw_only=True)
 class Places:
-    """What a run's log shows of its ranks: the node of each, and what the numbers of tasks count.
+    """What a run's log shows of its ranks: the node of each, and whether tasks are ranks.
 
     `world` is the number of ranks (0: unknown), `size` that of the largest communicator. A node is
     "" where two lines differ.
@@ -118,19 +117,9 @@ class Places:
     nodes: dict[int, str] = field(default_factory=dict)  # of ranks
     nccl: dict[int, str] = field(default_factory=dict)  # of ranks of the largest communicator
     tasks: dict[int, str] = field(default_factory=dict)  # of tasks
-    same: bool = False  # a line has a task and the rank of that number
-    differ: bool = False  # a line has a task and a rank of another number
-    highest: int = -1  # rank
 
     def see(self, place: Place, line: bytes) -> None:
         """Learn from a line about an end."""
-        rank = place.rank if place.rank_known > Known.ASSUMED else None
-        if rank is not None:
-            self.highest = max(self.highest, rank)
-            if len(place.tasks) == 1:
-                self.differ |= place.tasks[0] != rank
-                # under a launcher, that of the first node alone is equal
-                self.same |= place.tasks[0] == rank > 0
         if not place.node or "[" in place.node:
             return
         # the node that ran what the line numbers
@@ -138,12 +127,11 @@ class Places:
         if is_own or b"srun: error: " in line:
             for task in place.tasks:
                 _add(self.tasks, task, place.node)
-        if rank is not None and is_own:
-            _add(self.nodes, rank, place.node)
+        if place.rank is not None and place.rank_known > Known.ASSUMED and is_own:
+            _add(self.nodes, place.rank, place.node)
 
     def listed(self, rank: int, host: str) -> None:
         """Learn from an entry of torchrun's table of failures."""
-        self.highest = max(self.highest, rank)
         if host:
             _add(self.nodes, rank, host)
 
@@ -160,59 +148,37 @@ class Places:
             for rank in re.findall(rb"\d{1,7}", ranks):
                 _add(self.nodes, int(rank), host.decode())
 
-    @property
-    def ranks(self) -> int:
-        """How many ranks the run has; 0 where it is unknown: the largest communicator that was read
-        may be of a group (in a node of 8, or of one rank a node), but not where it ends with the
-        highest rank that printed anything.
-        """
-        is_of_all = self.size == self.highest + 1 > GPUS_OF_NODE
-        return self.world or (self.size if is_of_all else 0)
-
     def host(self, rank: int) -> str:
         """The node of a rank, by what the log prints of both together; "" where it does not, or
         contradicts itself.
         """
-        hosts: dict[str, str] = {}
         maps = [self.nodes]
-        if self.size == self.ranks:  # a smaller communicator numbers its own ranks
+        if self.size == self.world:  # a smaller communicator numbers its own ranks
             maps.append(self.nccl)
         if self.tasks_are_ranks:
             maps.append(self.tasks)
-        for of_ranks in maps:
-            if rank in of_ranks:
-                hosts[_short(of_ranks[rank])] = of_ranks[rank]
+        hosts = {_short(of_ranks[rank]): of_ranks[rank] for of_ranks in maps if rank in of_ranks}
         if len(hosts) == 1:
             return hosts.popitem()[1]
         return ""
 
     @property
     def tasks_are_ranks(self) -> bool:
-        """Whether srun, or mpirun, has started the ranks themselves, as the log shows: a launcher,
-        of which each node has one task, has at least two ranks, so that a task of half the ranks or
-        above is a rank.
+        """Whether srun, or mpirun, has started the ranks themselves: a launcher, of which each node
+        has one task, has at least two ranks, so that a task of half the ranks or above is a rank.
         """
-        if self.has_launchers or self.differ:
-            return False
-        return self._are_many or 0 < self.world <= 2 * max(self.tasks, default=0)
-
-    @property
-    def _are_many(self) -> bool:
-        """Whether a node has several tasks, by a line of a rank or two of one node."""
-        return self.same or len({*self.tasks.values()}) < len(self.tasks)
+        return not self.has_launchers and 0 < self.world <= 2 * max(self.tasks, default=0)
 
     def resolve(self, place: Place) -> Place:
         """The place with its rank and its node, where the log proves them."""
         rank = place.rank
         known = place.rank_known
-        # of a group it may count there, which has at most half of the ranks
-        may_be_of_group = self.has_groups and known == Known.ASSUMED
-        if rank is not None and may_be_of_group and not 0 < self.world <= 2 * rank:
+        if known == Known.ASSUMED and self.has_groups:  # it may count in a group
             rank = None
         if rank is None and len(place.tasks) == 1 and self.tasks_are_ranks:
             rank = place.tasks[0]
             known = Known.MAP
-        if rank is not None and self.ranks and rank >= self.ranks:
+        if rank is None or 0 < self.world <= rank:
             rank = None
             known = Known.NO
         place = replace(place, rank=rank, rank_known=known)
@@ -221,8 +187,8 @@ class Places:
         node = ""
         if rank is not None:
             node = self.host(rank)
-        elif len(place.tasks) == 1 and not (self.has_launchers and self._are_many):
-            # with launchers there, many tasks a node are of another step, such as a test's
+        elif len(place.tasks) == 1 and len({*self.tasks.values()}) == len(self.tasks):
+            # many tasks a node may be of another step, such as a test's
             node = self.tasks.get(place.tasks[0], "")
         if not node:
             return place

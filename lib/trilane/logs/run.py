@@ -12,7 +12,6 @@ from trilane.logs.arguments import Value
 from trilane.logs.checks import MOST_NUMBER, Problem
 from trilane.logs.endings import Ending, Level
 from trilane.logs.places import excluded, place_of
-from trilane.logs.prefixes import timestamp
 from trilane.logs.reading.blocks import blocks
 from trilane.logs.reading.reader import Reader
 from trilane.logs.reading.runs import Device, PartialRun
@@ -28,13 +27,6 @@ INTEGERS = (
     *("global_batch_size", "skipped", "nan"),
 )
 UNREAD = "holds no iteration line (docs/guides/my-logs.md has how to read another trainer's)"
-MEMORY_NOTE = (
-    "memory was printed before the first iteration only: it may be that of the set-up, not the "
-    "peak of all"
-)
-STAMPS_NOTE = (
-    "seconds per iteration are the time between lines, by their time stamps or progress bars"
-)
 SHOWN = 10  # iterations that a notebook shows of a log
 
 
@@ -53,11 +45,10 @@ class RunLog(Table):
     status       how it ended; `evidence` is the line that proves it, `rank` the rank that printed
                  it (None if unknown), `hosts` those of the line or of its rank, and `exclude` the
                  nodes at fault, as SLURM's --exclude takes them
-    endings      all lines about an end, in their order, with what is known of each one's place
+    endings      all lines about an end, in their order
     collectives  by the ranks' NCCL watchdogs: the ranks of each process group that timed out, and
                  what each reports
     own          what a run of trilane prints of itself: SLOW, NOT FINITE, CHECKPOINT NOT SAVED
-    printed_at   seconds since 1970 of the last iteration, by its line's time stamp (NaN: none)
     notes        corrections made in reading
     problems     numbers that cannot be right, or that nothing shows to be right
     resumes      of a run folder: for each time that the run was resumed the first iteration after
@@ -81,7 +72,6 @@ class RunLog(Table):
     endings: tuple[Ending, ...] = ()
     collectives: tuple[str, ...] = ()
     own: tuple[str, ...] = ()
-    printed_at: float = NAN
     notes: tuple[str, ...] = ()
     problems: tuple[Problem, ...] = ()
     resumes: tuple[tuple[int, DataFrame], ...] = ()
@@ -89,11 +79,6 @@ class RunLog(Table):
     def summary(self) -> str:
         """Where it is, how many iterations it has, and how it ended."""
         return f"{self.source}, {len(self.iterations)} iterations, {self.status}"
-
-    @property
-    def caveat(self) -> str:
-        """What the evidence leaves open; "" where nothing."""
-        return endings.caveat(self.status, self.evidence, self.rank, self.hosts)
 
     @property
     def first_iteration(self) -> int | None:
@@ -161,10 +146,6 @@ def _finish(run: PartialRun, path: Path) -> RunLog:
     number_iterations(run, columns)
     counted = {name for name, rows in run.dialects.items() if rows} or {*run.dialects}
     notes = [*run.notes, checks.correct_units(columns)]
-    if run.timed_by_stamps & counted:
-        notes.append(STAMPS_NOTE)
-    if run.memory and run.rows and not run.memory_is_late:
-        notes.append(MEMORY_NOTE)
     status, evidence, end = _status(run, columns)
     _learn_places(run)
     places = run.places
@@ -193,10 +174,9 @@ def _finish(run: PartialRun, path: Path) -> RunLog:
         rank=place.rank,
         hosts=hosts,
         exclude=exclude,
-        endings=tuple(replace(one, place=places.resolve(one.place)) for one in run.endings),
-        collectives=tuple(run.watchdogs.lines(places)) if status.has_failed else (),
+        endings=tuple(run.endings),
+        collectives=tuple(run.watchdogs.lines(places.world)) if status.has_failed else (),
         own=tuple(dict.fromkeys(run.own)),
-        printed_at=timestamp(run.last_line),
         notes=tuple(filter(None, notes)),
         problems=checks.problems(run, columns),
     )

@@ -7,7 +7,6 @@ from trilane.logs import arguments, endings
 from trilane.logs.dialects import Span, row_of
 from trilane.logs.endings import Ending, Level
 from trilane.logs.reading.runs import Device, PartialRun
-from trilane.logs.table import NAN
 from trilane.logs.watchdog import WORDS
 from trilane.workspace.place import Known, Place
 from trilane.workspace.status import Status
@@ -18,15 +17,12 @@ LAUNCH = re.compile(
     rb"|Setting OMP_NUM_THREADS environment variable|\[runner\.py:\d+:main\] cmd ="
     rb"|values were not passed to `accelerate launch`"
 )
-TIMERS = re.compile(rb"\btime \(ms\) \||\"timers\": \{")
-# `name: 1.5 |` of a line, (min, max) of the table over ranks, and of a line of steps.jsonl, in
-# seconds
+TIMERS = re.compile(rb"\btime \(ms\) \|")
+# `name: 1.5 |` of a line, and (min, max) of the table over ranks
 TIMER = re.compile(rb"(?:^|\|)\s*+([^:|\s][^:|]{0,99}?)\s*:\s*(\d{1,30}(?:\.\d{0,30})?)\s*(?=\||$)")
 OF_RANKS = re.compile(
-    rb"(?:^|\s)([A-Za-z][\w/-]*) ?\.{2,}:\s+\(?(\d+(?:\.\d*)?)(?:,\s+(\d+(?:\.\d*)?)\))?\s*$"
+    rb"(?:^|\s)([A-Za-z][\w/-]*) ?\.{2,}:\s+(?:\(\d+(?:\.\d*)?,\s+)?(\d+(?:\.\d*)?)\)?\s*$"
 )
-SECONDS = rb"(\d{1,30}(?:\.\d{0,30})?(?:e[+-]?\d{1,3})?)"
-OF_STEP = re.compile(rb"\"([\w/ -]{1,99})\": \[" + SECONDS + rb", " + SECONDS + rb"\]")
 # what starts the ranks of a node, of which srun sees one task: torchrun (accelerate, too),
 # DeepSpeed's launch.py
 LAUNCHERS = re.compile(
@@ -36,10 +32,8 @@ LAUNCHERS = re.compile(
 # after a line of such a form says nothing, one with other digits may
 DECIDES = re.compile(rb"oom|Xid|rrno|exit|status|return code|signal|ECC|error \d|enqueued|nranks")
 GPU = re.compile(
-    rb"^\s*(?:\S+: ?)?(?:"
-    rb"\|\s+(\d{1,6})\s+(\S(?:.{0,80}?\S)?)\s+(?:On|Off|N/A)\s+\|\s+"
+    rb"^\s*(?:\S+: ?)?\|\s+(\d{1,6})\s+(\S(?:.{0,80}?\S)?)\s+(?:On|Off|N/A)\s+\|\s+"
     rb"[\dA-Fa-f]+:[\dA-Fa-f]+:[\dA-Fa-f.]+"
-    rb"|GPU (\d{1,6}): (\S[^()]{0,80}?) \(UUID: )"  # nvidia-smi -L
 )
 # what trilane's own runs print of themselves beside iterations and endings: the engine's loop, the
 # watchdog
@@ -96,14 +90,8 @@ class Facts:
 
     def _device(self, line: bytes, run: PartialRun) -> bool:
         """Read a line of nvidia-smi; whether it is one."""
-        gpu = GPU.match(line)
-        if gpu and gpu[1]:
+        if gpu := GPU.match(line):
             self._gpu = (int(gpu[1]), gpu[2].decode("utf-8", "replace"))
-        elif gpu:
-            self._gpu = None
-            index = int(gpu[3])
-            name = gpu[4].decode("utf-8", "replace")
-            run.devices[index] = Device(index=index, name=name, total_bytes=NAN)
         elif self._gpu and (use := re.search(rb"\dMiB\s*/\s*(\d{1,15})MiB", line)):
             index, name = self._gpu
             self._gpu = None
@@ -200,26 +188,15 @@ class Facts:
 
 
 def timers(line: bytes) -> list[Span]:
-    """The framework's timers in a line, in seconds, by name; of (min, max) over ranks the minimum
-    is `<name> min`.
-    """
+    """The framework's timers in a line, in seconds, by name; of (min, max) over ranks the maximum."""
     every: list[re.Match[bytes]] = []
-    divisor = 1e3
     if head := TIMERS.search(line):
-        if b"{" in head[0]:
-            every = list(OF_STEP.finditer(line, head.end()))
-            divisor = 1.0
-        else:
-            every = list(TIMER.finditer(line, head.end() - 1))
+        every = list(TIMER.finditer(line, head.end() - 1))
     elif b"...:" in line and (match := OF_RANKS.search(line)):
         every = [match]
     spans: dict[str, Span] = {}
     for match in every:
         name = match[1].decode("utf-8", "replace")
-        names = [name]
-        if match.re.groups > 2 and match[3]:
-            names = [f"{name} min", name]
-        for place, key in enumerate(names, 2):
-            if key != "iteration" and key not in spans:
-                spans[key] = Span(key, *match.span(place), 1.0, divisor)
+        if name != "iteration":
+            spans.setdefault(name, Span(name, *match.span(2), 1.0, 1e3))
     return list(spans.values())

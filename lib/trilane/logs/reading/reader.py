@@ -169,9 +169,6 @@ class Reader:
         for dialect in self._companions:
             if dialect.holds(line):
                 matched |= self._steps(dialect, line)
-        if form and b'"timers": {' in line:  # a line of steps.jsonl has both
-            self.run.add_timers(row_of(timers(line), line))
-            return self._alone
         if form or len(line) >= LONG:
             return self._alone if matched else form
         if b"{'" in line:

@@ -26,7 +26,7 @@ LAUNCHED = (Level.SCHEDULER, Level.OUTSIDE, Level.WRAPPER, Level.LAUNCHER)
 
 @dataclass(frozen=True, kw_only=True)
 class Device:
-    """A GPU in the table of nvidia-smi, or in its list, which has no memory (NaN)."""
+    """A GPU in the table of nvidia-smi."""
 
     index: int
     name: str
@@ -44,7 +44,6 @@ class PartialRun:
         self.timers = NumericTable()
         self.validation = NumericTable()
         self.memory: dict[int, dict[str, float]] = {}
-        self.memory_is_late = False  # whether it was reported after an iteration
         self.arguments: dict[str, Value] = {}
         self.summary: dict[str, float] = {}
         self.devices: dict[int, Device] = {}
@@ -61,7 +60,6 @@ class PartialRun:
         self.last_line = b""  # of an iteration
         # by dialect, the last iteration and its time
         self._timed: dict[str, tuple[float, float]] = {}
-        self.timed_by_stamps: set[str] = set()  # dialects whose seconds are differences of times
         self.rank = NAN  # that prints the iterations, if known
         self.printed: dict[float, float] = {}  # the last iteration of each source (NaN: not named)
 
@@ -123,7 +121,6 @@ class PartialRun:
         if dialect not in self._timed or (steps > 0 and not is_rounded):
             self._timed[dialect] = (number, time_s)
         if "sec_per_it" not in row and steps > 0 and seconds > 0 and not is_rounded:
-            self.timed_by_stamps.add(dialect)
             row["sec_per_it"] = seconds / steps
         return row
 
@@ -193,7 +190,6 @@ class PartialRun:
         if number != number:
             number = 0.0
         row = self.memory.setdefault(int(number), {"rank": number, "iteration": self.iteration})
-        self.memory_is_late |= self.rows > 0
         for name, value in report.items():
             if value > row.get(name, -1.0) or not name.startswith("max_"):
                 row[name] = value
