@@ -165,9 +165,7 @@ def card(log: RunLog) -> Gpu | None:
     words = card_words(device.name.replace(".", "")) - {"PCIE"}
     known = [cluster.cluster(name).gpu for name in cluster.catalogue()]
     fitting = [gpu for gpu in known if words <= card_words(gpu.name)]
-    return min(
-        fitting, key=lambda gpu: abs(gpu.memory_bytes - device.total_bytes), default=None
-    )
+    return min(fitting, key=lambda gpu: abs(gpu.memory_bytes - device.total_bytes), default=None)
 
 
 def _shape(log: RunLog) -> ModelShape | None:
