@@ -188,7 +188,7 @@ class Facts:
 
 
 def timers(line: bytes) -> list[Span]:
-    """The framework's timers in a line, in seconds, by name; of (min, max) over ranks the maximum."""
+    """The timers in a line, in seconds, by name; of (min, max) over ranks the maximum."""
     every: list[re.Match[bytes]] = []
     if head := TIMERS.search(line):
         every = list(TIMER.finditer(line, head.end() - 1))
