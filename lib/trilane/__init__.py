@@ -21,7 +21,7 @@ _MODULES = {
     "trilane.costmodel.recalibration": "fit",
     "trilane.costmodel.shipped": "calibration_for",
     "trilane.forecasting.alternatives": "alternatives levers what_ifs",
-    "trilane.forecasting.deadline": "best_within sizes_within",
+    "trilane.forecasting.deadline": "best_within",
     "trilane.forecasting.decision": "Decision calendar_record decide study_plan",
     "trilane.forecasting.forecast": "forecast",
     "trilane.launch.local": "train",

@@ -11,7 +11,6 @@ from typing import Any
 from trilane.config.cluster import Cluster
 from trilane.config.engines import default_precision
 from trilane.config.model import ModelShape
-from trilane.costmodel.predict import SAFE
 from trilane.costmodel.shipped import calibration_for
 from trilane.forecasting.forecast import Json, forecast
 from trilane.planning.search_result import Candidate, plan_columns
@@ -27,10 +26,9 @@ BATCH = 1 << 22
 MOST_DAYS = 36500  # a century
 MIDDLE_WIDTHS = 6  # of those of a size that a bisection looks at
 NEAR = 1.02  # sizes that a bisection no longer tells apart
-ASSUMED = "Shapes have published ratios of width to depth: which of them learns best is not asked."
-COUNTED = (
-    "Days are those of 'plan calendar', failures and checkpoints counted, without a ramp and a "
-    "queue, with 4 spare nodes where there are."
+NOTE = (
+    "Days are those of 'plan calendar', without a ramp and a queue. Shapes have published ratios "
+    "of width to depth: which of them learns best is not asked."
 )
 
 
@@ -44,17 +42,6 @@ class Dated(Record):
     proposal: Proposal
     costs: Json
 
-    @property
-    def evidence(self) -> str:
-        """What the plan rests on, its kind of shape and the rules that it breaks, and that its
-        memory is not safe.
-        """
-        prediction = self.proposal.prediction
-        words = [prediction.support.words, self.proposal.shape.kind, *self.proposal.notes]
-        if prediction.oom_probability > SAFE:
-            words.append(f"its memory is to be measured first: P(OOM) above {SAFE:g}")
-        return "; ".join(filter(None, words))
-
     def to_json(self) -> Json:
         """The plan as a search has it, with its costs."""
         plan = Candidate(plan=self.proposal.plan, prediction=self.proposal.prediction)
@@ -66,8 +53,7 @@ class InTime(Table):
     """Plans that end in time, those of a cluster together and its best first; without rows nothing
     ends.
 
-    `same` is one model on each of several clusters, `reasons` why no larger one ends on each, or
-    why none does.
+    `same` is one model on each of several clusters, `reasons` why nothing ends on a cluster.
     """
 
     digits = 1
@@ -82,9 +68,7 @@ class InTime(Table):
     same: tuple[Dated, ...] = ()
 
     def proposals(self) -> Proposals:
-        """The shapes as those of a target size, that of the largest; ValueError where nothing ends
-        in time.
-        """
+        """The plans as those of a target size; ValueError where nothing ends in time."""
         require(bool(self.rows), "days", f"{self.limit:g}", "; ".join(self.reasons.values()))
         return Proposals(request=self.request, rows=tuple(row.proposal for row in self.rows))
 
@@ -110,19 +94,15 @@ class InTime(Table):
         return lines
 
     def summary(self) -> Text:
-        """The largest size, why none is larger, and what its days count."""
-        if self.rows:
-            most = size_text(self.rows[0].proposal.shape.parameters)
-        else:
-            most = "nothing"
-        reasons = "; ".join(self.reasons.values())
-        text = "Within {:g} days with 90 % probability ends at most: **{}**; {}. {}"
-        return Text.of(text, self.limit, most, reasons, COUNTED)
+        """The largest size, or why there is none."""
+        if not self.rows:
+            return Text.of("Nothing ends in time: {}.", "; ".join(self.reasons.values()))
+        most = size_text(self.rows[0].costs["parameters"])
+        text = "Within {:g} days with 90 % probability ends at most: **{}**. {}"
+        return Text.of(text, self.limit, most, NOTE)
 
-    def to_json(self, top: int = 12) -> Json:
-        """The plans with their costs, the common model's, what is assumed, and why none is
-        larger.
-        """
+    def to_json(self) -> Json:
+        """The plans with their costs, the common model's, and why nothing ends."""
         return {
             "days": self.limit,
             "probability": 0.9,
@@ -130,24 +110,21 @@ class InTime(Table):
             "same_model": [{"cluster": r.request.cluster.name, **r.costs} for r in self.same],
             "worth": self.worth(),
             "reasons": self.reasons,
-            "assumptions": [ASSUMED, COUNTED],
-            "plans": [row.to_json() for row in self.rows[:top]],
+            "plans": [row.to_json() for row in self.rows],
         }
 
-    def as_text(self, top: int = 12) -> str:
-        """The plans side by side, the worth of each cluster's GPU-hours, what each plan rests on,
-        what is assumed.
-        """
-        rows = self.rows[:top]
-        limit = f"within {self.limit:g} days with 90 % probability"
-        lines = [f"the largest that end {limit}, on their fastest topology:"]
-        if rows:
-            lines.append(_text(rows))
-        if self.same:
-            lines += ["one model on each:", _text(self.same), *self.worth()]
-        lines += [f"{number}. {row.evidence}" for number, row in enumerate(rows, start=1)]
+    def as_text(self) -> str:
+        """The plans side by side, the worth of each cluster's GPU-hours, what each rests on."""
+        lines = [f"the largest that end within {self.limit:g} days with 90 % probability:"]
+        for rows in (self.rows, self.same):
+            if rows:
+                table = displayed(_frame(rows), self.shown)
+                lines.append(table.to_string(float_format=amount))
+        lines += self.worth()
+        for number, row in enumerate(self.rows, start=1):
+            lines.append(f"{number}. {row.proposal.prediction.support.words}")
         lines += [f"{cluster}: {reason}" for cluster, reason in self.reasons.items()]
-        return "\n".join([*lines, ASSUMED, COUNTED])
+        return "\n".join([*lines, NOTE])
 
 
 def _frame(rows: Sequence[Dated]) -> DataFrame:
@@ -160,27 +137,16 @@ def _frame(rows: Sequence[Dated]) -> DataFrame:
     return frame
 
 
-def _text(rows: Sequence[Dated]) -> str:
-    return displayed(_frame(rows), InTime.shown).to_string(float_format=amount)
-
-
-def sizes_within(days: float, price: float | None = None, **asked: Any) -> InTime:
-    """The largest shapes that end within `days` in nine of ten simulated runs; `asked` are
-    SizeRequest's other fields.
-
-        sizes_within(60, cluster=load_cluster("jz-a100-80g"), gpus=384, vocabulary=250880).summary()
+def _largest(r: SizeRequest, days: float, price: float | None) -> Dated | None:
+    """The largest shape that ends within `days` in nine of ten runs; None where none does.
 
     A bisection over sizes, of each the depths next to it at a few widths; then all shapes up to two
     tolerances above.
     """
-    require_positive("days", days)
-    require(days <= MOST_DAYS, "days", f"{days:g}", f"must be at most {MOST_DAYS}")
-    r = SizeRequest(parameters=MOST, **asked)
     low = _least_size(r)
     # with so many tokens a parameter their product is the square of the parameters
     power = 1 / (1 + math.log2(r.tokens_of(2.0) / r.tokens_of(1.0)))
     high = max(min(MOST, _computed(r, days) ** power), 1.01 * low)
-    least = replace(r, parameters=low)
     best = list[Dated]()
     size = high / 4**power  # half of the peak
     while high > NEAR * low:
@@ -190,25 +156,11 @@ def sizes_within(days: float, price: float | None = None, **asked: Any) -> InTim
         else:
             high = size
         size = (low * high) ** 0.5
-    name = r.cluster.name
     if not best:
-        return InTime(limit=days, request=least, rows=(), reasons={name: _why_none(least)})
+        return None
     above = replace(r, parameters=low * (1 + r.tolerance))  # low itself is the least of these
     rows = _ended(survey(above), r, days, price)[:12] or best
-    rows.sort(key=lambda row: -row.costs["parameters"])
-    fullest = max(row.proposal.prediction.memory_bytes for row in rows)
-    slowest = max(row.costs["days_p90"] for row in rows)
-    reason = "divide badly"
-    if slowest > 0.9 * days:
-        reason = "take longer"
-    elif fullest > 0.8 * r.cluster.gpu.memory_bytes:
-        reason = "may run out of memory"
-    return InTime(
-        limit=days,
-        request=replace(r, parameters=rows[0].costs["parameters"]),
-        rows=tuple(rows),
-        reasons={name: f"larger shapes {reason}"},
-    )
+    return max(rows, key=lambda row: row.costs["parameters"])
 
 
 def _least_size(request: SizeRequest) -> float:
@@ -262,14 +214,15 @@ def _some_of_size(
     return []
 
 
-def _why_none(request: SizeRequest) -> str:
+def _why_none(r: SizeRequest) -> str:
     """Why not even the smallest shape ends in time."""
-    found = survey(replace(request, tolerance=1e-9))
-    if not found.rows:
-        return found.why_none()
-    smallest = found.rows[0]
+    least = replace(r, parameters=_least_size(r), tolerance=1e-9)
+    proposals = survey(least)
+    if not proposals.rows:
+        return proposals.why_none()
+    smallest = proposals.rows[0]
     size = size_text(smallest.shape.parameters)
-    days = dated(smallest, request).costs["days_p90"]
+    days = dated(smallest, r).costs["days_p90"]
     return f"the smallest shape ({size} parameters) takes {days:.3g} days for nine runs of ten"
 
 
@@ -314,47 +267,49 @@ def best_within(
     each. `asked` are SizeRequest's other fields: tokens (20 a parameter), vocabulary, like, ...
     Raises ValueError for a cluster without GPUs.
     """
+    require_positive("days", days)
+    require(days <= MOST_DAYS, "days", f"{days:g}", f"must be at most {MOST_DAYS}")
     machines = [load_cluster(cluster) for cluster in clusters]
-    names = [machine.name for machine in machines]
     rule = f"give one for all, or one for each of {len(machines)} clusters"
     given = ",".join(f"{price:g}" for price in prices)
     require(len(prices) in (0, 1, len(machines)), "price", given, rule)
-    each = list(prices) if len(prices) == len(machines) else [*prices, None][:1] * len(machines)
+    each = [None] * len(machines) if not prices else [*prices] * (len(machines) // len(prices))
     count = gpus or min(machine.max_gpus for machine in machines)
     batch = gbs or max(1, round(BATCH / asked.get("seq_length", 2048) / count)) * count
     asked = {"engine": ANY, **asked, "gpus": count, "gbs": batch}
-    for machine in machines:  # a search takes seconds: first what is wrong
-        rule = "has no GPUs; trilane plan size takes it"
-        require(machine.gpu.kind == "cuda", "cluster", machine.name, rule)
-        require(names.count(machine.name) == 1, "cluster", machine.name, "is there twice")
-        SizeRequest(parameters=MOST, cluster=machine, **asked)
     requests = list[SizeRequest]()
-    rows = list[Dated]()
-    firsts = list[Dated]()
-    reasons = dict[str, str]()
-    for machine, price in zip(machines, each, strict=True):
+    for machine in machines:  # a search takes seconds: first what is wrong
+        require(machine.gpu.kind == "cuda", "cluster", machine.name, "has no GPUs")
         known = calibration_for(machine, calibration)
-        largest = sizes_within(days, price, **asked, cluster=machine, calibration=known)
-        requests.append(largest.request)
-        reasons |= largest.reasons
-        shapes = _on_several(largest.request, [row.proposal.shape for row in largest.rows[:4]])
-        plans = [_on(shape, largest.request, price, 3) for shape in shapes]
-        most = list[Dated]()
-        for some in plans:
-            if len(some) > len(most) and some[0].costs["days_p90"] <= days:
-                most = some
-        rows += most
-        firsts += most[:1]
+        request = SizeRequest(parameters=MOST, cluster=machine, calibration=known, **asked)
+        requests.append(request)
+    rows = list[Dated]()
+    firsts = list[tuple[Dated, float | None]]()
+    reasons = dict[str, str]()
+    for request, price in zip(requests, each, strict=True):
+        largest = _largest(request, days, price)
+        if largest:
+            shape = largest.proposal.shape
+            usual = request.layer(shape.hidden_size) or shape
+            # the fastest heads of a width may be 15, which no tp divides
+            shared = replace(shape, num_attention_heads=usual.num_attention_heads)
+            plans = _on(shared, request, price, 3)
+            if not plans or plans[0].costs["days_p90"] > days:
+                plans = _on(shape, request, price, 3)
+            rows += plans
+            firsts.append((plans[0], price))
+        else:
+            reasons[request.cluster.name] = _why_none(request)
     same = list[Dated]()
     if len(firsts) > 1:
-        shapes = [row.proposal.shape for row in firsts]
+        shapes = [row.proposal.shape for row, _ in firsts]
         least = min(shapes, key=lambda shape: shape.parameters)
-        for row in firsts:
-            price = each[names.index(row.request.cluster.name)]
+        for row, price in firsts:
             same += _on(least, row.request, price, 1)
-    return InTime(
-        limit=days, request=requests[0], rows=tuple(rows), reasons=reasons, same=tuple(same)
-    )
+    first = requests[0]
+    if rows:
+        first = replace(first, parameters=rows[0].costs["parameters"])
+    return InTime(limit=days, request=first, rows=tuple(rows), reasons=reasons, same=tuple(same))
 
 
 def _on(shape: ModelShape, request: SizeRequest, price: float | None, count: int) -> list[Dated]:
@@ -364,21 +319,3 @@ def _on(shape: ModelShape, request: SizeRequest, price: float | None, count: int
         dated(Proposal(plan=c.plan, prediction=c.prediction, tokens=tokens), request, price)
         for c in fastest(shape, request, count)[0]
     ]
-
-
-def _on_several(request: SizeRequest, shapes: Sequence[ModelShape]) -> list[ModelShape]:
-    """The first of the shapes that has three tp x pp x dp, alone; else all, each with its heads and
-    the usual ones too.
-
-    A prime number of layers has few pipelines, and 15 heads, the fastest of a width at tp 1, no tp
-    that a node has.
-    """
-    every = list[ModelShape]()
-    for shape in shapes:
-        usual = request.layer(shape.hidden_size) or shape
-        for heads in {shape.num_attention_heads, usual.num_attention_heads}:
-            every.append(replace(shape, num_attention_heads=heads))
-    for shape in every:
-        if len(fastest(shape, request, 3)[0]) == 3:
-            return [shape]
-    return every
