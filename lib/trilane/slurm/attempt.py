@@ -4,7 +4,6 @@ it ended.
 
 import contextlib
 import os
-import shlex
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, replace
@@ -115,34 +114,24 @@ def finished(run: Run) -> str:
 
 
 def altered(run: Run, job: str) -> str:
-    """In what plan.json is not what was submitted as this job, and what to type, a line each; ""
+    """In what plan.json is not what was submitted as this job, and what to do, a line each; ""
     where it is.
 
     A job without a hash of its plan, as one submitted by hand, trains what is there.
     """
-    event = {}
-    for submitted in run.events("submitted", "accepted"):
-        if submitted["id"] == job and submitted.get("plan"):
-            event = submitted
-    kept = event.get("plan")
+    kept = ""
+    for event in run.events("submitted", "accepted"):
+        if event["id"] == job and event.get("plan"):
+            kept = str(event["plan"])
     try:
         lines = copies.plan_changes(run, kept)
     except ValueError as error:
         lines = [str(error)]
-    else:
-        if not lines:
-            return ""
-        lines = ["plan.json is not what was submitted:", *lines]
-    again = submit_command(run.folder, str(event.get("site")))
-    lines.append(f"`{again}` submits it as it is (a job that waits: --accept-changes)")
-    if copies.kept_plan(run, str(kept)):
-        lines.append(f"`cp submitted/{kept}.json plan.json` there brings it back")
-    return "\n".join(lines)
-
-
-def submit_command(folder: Path, site: str) -> str:
-    """What to type to submit the run of a folder at that site."""
-    return shlex.join(["trilane", "slurm", "submit", str(folder.resolve()), "--site", site])
+    if not lines:
+        return ""
+    remedy = f"bring it back (`cp submitted/{kept}.json plan.json`), or submit it as it is "
+    remedy += "(--accept-changes for jobs that wait)"
+    return "\n".join(["plan.json is not what was submitted:", *lines, remedy])
 
 
 def unready(run: Run) -> str:
@@ -155,11 +144,8 @@ def unready(run: Run) -> str:
         return ""
     if before.newest and before.newest.name == name_of(limits.start_iteration):
         return ""
-    saved = "it has no checkpoint"
-    if before.newest:
-        saved = f"its newest checkpoint is {before.newest.name}"
     at = f"iteration {before.iteration} of {limits.start_iteration}"
-    return f"{before.folder.name}, the link before, is at {at}; {saved}"
+    return f"{before.folder.name}, the link before, is at {at} and has not saved it"
 
 
 def competing(run: Run, job: str, patience_s: float = 180, every_s: float = 2) -> str:
@@ -194,8 +180,7 @@ def blocked(run: Run) -> str:
         return f"the stop switch is set; remove {stop} to resume"
     # the iterations at which attempts began
     starts: list[int] = []
-    why = ""
-    for event in run.events("submitted", "started", "replaced", "ended"):
+    for event in run.events("submitted", "started", "replaced"):
         if event["event"] == "submitted" and event.get("site"):  # "": by hand, or by a job
             starts = []
         elif event["event"] == "started":
@@ -203,8 +188,6 @@ def blocked(run: Run) -> str:
         elif event["event"] == "replaced":
             # a job has only so many spares, and the run was not the reason
             starts = starts[:-1]
-        elif event["event"] == "ended":
-            why = f": {event['status']}: {event['evidence']}"
     if starts[-ATTEMPTS:] != [run.iteration] * ATTEMPTS:
         return ""
-    return f"{ATTEMPTS} attempts did not get beyond iteration {run.iteration}{why}"
+    return f"{ATTEMPTS} attempts did not get beyond iteration {run.iteration}"

@@ -11,7 +11,6 @@ import time
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 from trilane.utils.process import run
 from trilane.utils.validation import require
@@ -37,7 +36,7 @@ ENDED = (
     "LAUNCH_FAILED",
     "RECONFIG_FAIL",
 )
-QUEUED = ("id", "state", "reason", "elapsed", "limit", "nodes", "name")
+QUEUED = ("id", "state", "reason", "elapsed", "nodes", "name")
 AWAY = re.compile(
     r"unable to contact slurm controller|connection (refused|reset)|timed out|"
     r"zero bytes were trans",
@@ -65,7 +64,6 @@ class JobState:
     state: str
     reason: str = ""
     elapsed: str = ""
-    limit: str = ""
     nodes: str = ""
     name: str = ""
 
@@ -73,19 +71,6 @@ class JobState:
     def has_ended(self) -> bool:
         """Whether it will not run again."""
         return self.state == FORGOTTEN or self.state in ENDED
-
-
-class Accounted(NamedTuple):
-    """One time that SLURM has run a job, as sacct prints it."""
-
-    id: str
-    state: str
-    elapsed: str
-    limit: str
-    nodes: str
-    user: str
-    end: str
-    exit_code: str
 
 
 def is_installed() -> bool:
@@ -214,19 +199,12 @@ def states(ids: Iterable[str], names: Collection[str] = ()) -> dict[str, JobStat
         if state.id not in found or found[state.id].has_ended:
             found[state.id] = state
     missing = [job for job, state in found.items() if state.state == FORGOTTEN]
-    for job, rows in past(missing).items():
-        last = rows[-1]
-        # squeue does not list it: the accounting of one's own job is late, or never heard of its
-        # end
-        if last.state in ENDED or last.user != getpass.getuser():
-            times = {"elapsed": last.elapsed, "limit": last.limit}
-            found[job] = JobState(id=job, state=last.state, nodes=last.nodes, **times)
-    return found
+    return found | past(missing)
 
 
 def _queued() -> list[JobState]:
     """This user's jobs that squeue lists: `squeue -j` fails if it has forgotten one of the ids."""
-    form = "%A|%T|%r|%M|%l|%N|%j"
+    form = "%A|%T|%r|%M|%N|%j"
     user = getpass.getuser()
     jobs = []
     for line in call(["squeue", "-h", "-r", "-t", "all", "-u", user, "-o", form]).splitlines():
@@ -238,27 +216,27 @@ def _queued() -> list[JobState]:
     return jobs
 
 
-def past(ids: Collection[str]) -> dict[str, list[Accounted]]:
-    """Each time that SLURM has run the jobs, by its accounting: a requeued one has as many as
-    starts.
+def past(ids: Collection[str]) -> dict[str, JobState]:
+    """The last time that SLURM has run the jobs, by its accounting; {} where there is none.
 
-    Empty where there is no accounting. A job that has lost a node under --no-kill has a row
-    RESIZING before that of its end.
+    Left out: one's own jobs that have not ended there. squeue does not list them, so that the
+    accounting is late, or never heard of their end.
     """
     if not ids or shutil.which("sacct") is None:
         return {}
-    columns = "jobidraw,state,elapsed,timelimit,nodelist,user,end,exitcode"
+    columns = "jobidraw,state,elapsed,nodelist,user"
     command = ["sacct", "-DXnP", "-j", ",".join(_checked(ids)), "-o", columns]
-    rows: dict[str, list[Accounted]] = {}
+    jobs = {}
     for line in run(command, within_s=ANSWER_S).stdout.splitlines():
         words = line.split("|")
-        if len(words) != len(Accounted._fields):
+        if len(words) != 5 or words[0] not in ids:
             continue
-        row = Accounted(*words)
-        row = row._replace(state=row.state.partition(" ")[0])  # "CANCELLED by 1000"
-        if row.id in ids and row.state != "RESIZING":
-            rows.setdefault(row.id, []).append(row)
-    return rows
+        job, word, elapsed, nodes, user = words
+        state = word.partition(" ")[0]  # "CANCELLED by 1000"
+        # of a job that has lost a node under --no-kill there is a row RESIZING before its end's
+        if state in ENDED or (state != "RESIZING" and user != getpass.getuser()):
+            jobs[job] = JobState(id=job, state=state, elapsed=elapsed, nodes=nodes)
+    return jobs
 
 
 def _checked(ids: Iterable[str]) -> list[str]:

@@ -39,34 +39,28 @@ def keep_plan(run: Run) -> str:
     return kept.stem
 
 
-def kept_plan(run: Run, kept: str) -> str:
-    """The text of the plan of that hash; "" where it is missing or edited."""
-    text = read_text(run.folder / f"submitted/{kept}.json")
-    if hash_of(text) != kept:
-        return ""
-    return text
-
-
-def plan_changes(run: Run, kept: object) -> list[str]:
+def plan_changes(run: Run, kept: str) -> list[str]:
     """In what plan.json differs from the plan of that hash, a line a field, however it is written;
     [] for no hash.
 
     ValueError where plan.json cannot be read, or differs from what is lost.
     """
-    if not isinstance(kept, str) or not re.fullmatch(r"[0-9a-f]{16}", kept):
+    if not re.fullmatch(r"[0-9a-f]{16}", kept):
         return []
     if hash_of(json.dumps(run.values, indent=1)) == kept:
         return []
-    before = kept_plan(run, kept)
     path = run.folder / f"submitted/{kept}.json"
-    require(bool(before), "plan", path, "is lost or damaged, and plan.json differs")
+    before = read_text(path)
+    rule = "is lost or damaged, and plan.json differs"
+    require(hash_of(before) == kept, "plan", path, rule)
     return changes(plan_from_json(json.loads(before)).to_json(), run.plan.to_json())
 
 
 def freeze(home: Path) -> Path:
     """The copy of the installed code below `home`, made where it is not there or damaged.
 
-    ValueError where it cannot be read or written, or is being changed.
+    ValueError where it cannot be read or written. Left out: an installation that is changed
+    meanwhile.
     """
     rule = "must hold no colon, which separates PYTHONPATH's folders"
     require(":" not in str(home), "run folder", home, rule)
@@ -79,13 +73,10 @@ def freeze(home: Path) -> Path:
             copy = Path(place) / "copy"
             for name, root in roots.items():
                 shutil.copytree(root, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
-            sums = _sums({name: copy / name for name in roots})
-            # an update of the installation takes seconds, in which half of it is old
-            rule = "is being changed; submit when that has ended"
-            require(sums == _sums(roots), "code", packages()[0], rule)
+            sums = _sums(copy)
             target = code / hash_of(sums)
             is_whole = read_text(target / "SHA256SUMS") == sums
-            if not is_whole or _sums({name: target / name for name in roots}) != sums:
+            if not is_whole or _sums(target) != sums:
                 (copy / "SHA256SUMS").write_text(sums)
                 (copy / "REVISION").write_text(f"{revision()}\n")
                 shutil.rmtree(target, ignore_errors=True)
@@ -95,12 +86,14 @@ def freeze(home: Path) -> Path:
     return target
 
 
-def _sums(roots: dict[str, Path]) -> str:
-    """The files below folders in the form of sha256sum, which the job checks them with."""
-    lines = []
-    for name, root in roots.items():
-        for path in root.rglob("*"):
-            if path.is_file() and "__pycache__" not in path.parts:
-                digest = hashlib.sha256(path.read_bytes()).hexdigest()
-                lines.append((f"{name}/{path.relative_to(root)}", digest))
-    return "".join(f"{digest}  {file}\n" for file, digest in sorted(lines))
+def _sums(folder: Path) -> str:
+    """The files below a folder's own folders in the form of sha256sum, which the job checks them
+    with.
+    """
+    text = ""
+    for path in sorted(folder.glob("*/**/*")):
+        # Python may write bytecode beside the code of a job
+        if path.is_file() and "__pycache__" not in path.parts:
+            digest = hashlib.sha256(path.read_bytes()).hexdigest()
+            text += f"{digest}  {path.relative_to(folder)}\n"
+    return text

@@ -73,24 +73,18 @@ def submit_all(
     freeze = functools.cache(copies.freeze)
     submitted: list[tuple[Run, str]] = []
     with submitting(runs):
-        try:
-            for run, count in zip(runs, times or [1] * len(runs), strict=True):
-                path = run.folder.resolve()
-                if not (path / SCRIPT).exists():
-                    rewrite(run, site, request)
-                for _ in range(count):
-                    after = ""
-                    if 0 < parallel <= len(submitted):
-                        after = f"afterany:{submitted[-parallel][1]}"
-                    code = ""
-                    if copies.USED_BY in read_text(path / SCRIPT):
-                        code = str(freeze(path.parent if is_shared else path))
-                    submitted.append((run, _submit_one(run, code, site.source, options, after)))
-        except ValueError as error:
-            if submitted:
-                earlier = ", ".join(job for _, job in submitted)
-                error.args = (f"{error}; submitted before it: {earlier}", *error.args[1:])
-            raise
+        for run, count in zip(runs, times or [1] * len(runs), strict=True):
+            path = run.folder.resolve()
+            if not (path / SCRIPT).exists():
+                rewrite(run, site, request)
+            code = ""
+            if copies.USED_BY in read_text(path / SCRIPT):
+                code = str(freeze(path.parent if is_shared else path))
+            for _ in range(count):
+                after = ""
+                if 0 < parallel <= len(submitted):
+                    after = f"afterany:{submitted[-parallel][1]}"
+                submitted.append((run, _submit_one(run, code, site.source, options, after)))
     return submitted
 
 
@@ -178,13 +172,10 @@ def cancel(folders: Iterable[Path]) -> list[str]:
     then = "nothing was cancelled: try again, or `touch RUN/stop`, with which a run saves and ends"
     client.require_answer(f"; {then}")
     runs = [Run(folder) for folder in folders]
-    live = []
-    for run, states in zip(runs, states_of(runs), strict=True):
-        live += [(run, state.id) for state in states if not state.has_ended]
-    ids = [job for _, job in live]
+    ids = []
+    for states in states_of(runs):
+        ids += [state.id for state in states if not state.has_ended]
     client.cancel(ids)
-    for run, job in live:
-        run.note("cancelled", job)
     return ids
 
 
@@ -274,8 +265,7 @@ class JobTable(list[JobStatus], Table):
         columns: dict[str, str | Callable[[JobStatus], str]] = {
             "run": "run",
             "job": "id",
-            # of a run that was not submitted its status alone
-            "state": lambda job: job.state if job.id else "",
+            "state": "state",
             "status": lambda job: str(job.status),
             "iteration": "iteration",
             "iterations": "iterations",
@@ -305,11 +295,6 @@ def _status(run: Run, states: Sequence[JobState]) -> JobStatus:
         iterations = run.plan.run.goal
     except ValueError as error:  # the plan was deleted or damaged while a job waits or runs
         found = replace(found, evidence=str(error))
-    if found.status is Status.TIME_LIMIT and not live:
-        sites = [event.get("site") for event in run.events("submitted")]
-        site = next(filter(None, reversed(sites)), "SITE")
-        resumes = f"`{attempt.submit_command(run.folder, str(site))}` resumes it"
-        found = replace(found, evidence=f"{found.evidence}; {resumes}")
     return JobStatus(
         **vars(current),
         run=run.folder.name,
@@ -356,12 +341,9 @@ def _verdict(run: Run, job: JobState) -> RunStatus:
         alarms = filter(None, (not_finite(run.folder), storage.trouble(run.folder), slow))
         evidence = "; ".join(alarms) or "".join(_tail(run.folder / "run.log", 1))
         return replace(status_of(Status.RUNNING, evidence), exclude=",".join(nodes))
-    # the files in the folder are of the last job that started, ended or was refused there; without
-    # such events in the ledger (a script written by hand) a failed job is assumed to have left none
+    # the files in the folder are of the last job that started, ended or was refused there
     events = run.events("started", "ended", "refused")
-    is_last = job.state != "FAILED"
-    if events:
-        is_last = events[-1]["id"] == job.id
+    is_last = bool(events) and events[-1]["id"] == job.id
     if written and not is_last and written.status is not Status.COMPLETED:
         written = None
     scheduler = None
@@ -384,11 +366,9 @@ def _unexplained(run: Run, job: JobState) -> RunStatus:
         done = attempt.finished(run)
         if done and (is_forgotten or job.state == "COMPLETED"):
             return status_of(Status.COMPLETED, done)
-    for event in reversed(run.events("ended", "refused")):
-        if event["id"] == job.id and event["event"] == "refused":
+    for event in run.events("refused"):
+        if event["id"] == job.id:
             return status_of(Status.STOPPED, event["says"])
-        if event["id"] == job.id and is_forgotten and event["status"] in list(Status):
-            return status_of(Status(event["status"]), event["evidence"])
     evidence = f"SLURM: {job.state}; the log gives no reason"
     printed = run.folder / f"slurm-{job.id}.out"
     lines = [line for line in _tail(printed, 20) if line.strip()]
@@ -416,27 +396,22 @@ def watch(folders: Sequence[Path], every_s: float, seconds: float) -> Iterator[s
     """A line for each change, until all runs have ended or `seconds` have passed; it polls every
     `every_s` seconds.
 
-    While SLURM does not answer, one line reports it, and the polling goes on. A run that hangs ends
+    While SLURM does not answer, a line reports it, and the polling goes on. A run that hangs ends
     itself, with that reason.
     """
     deadline = time.monotonic() + seconds
     shown: list[str] = []
-    is_away = False
     while True:
+        goes_on = True
         try:
             client.require_answer()
             jobs = job_status(folders)
-        except client.SlurmError as error:  # an update or a restart of the controller takes minutes
-            if not is_away:
-                yield f"SLURM does not answer, asked again every {every_s:g} s: {error}"
-            is_away = True
-        else:
-            is_away = False
             lines = [replace(job, elapsed="").summary() for job in jobs]
-            yield from [line for line in lines if line not in shown]
-            shown = lines
-            if not any(job.status.is_active for job in jobs):
-                return
-        if time.monotonic() + every_s > deadline:
+            goes_on = any(job.status.is_active for job in jobs)
+        except client.SlurmError as error:  # an update or a restart of the controller takes minutes
+            lines = [f"SLURM does not answer, asked again every {every_s:g} s: {error}"]
+        yield from [line for line in lines if line not in shown]
+        shown = lines
+        if not goes_on or time.monotonic() + every_s > deadline:
             return
         time.sleep(every_s)
