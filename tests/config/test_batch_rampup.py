@@ -29,8 +29,6 @@ def walked(ramp: Ramp, gbs: int, iterations: int) -> list[int]:
 @pytest.mark.parametrize(("ramp", "gbs"), RAMPS)
 def test_phases_and_counts_are_those_of_a_walk_through_the_iterations(ramp, gbs):
     sizes = walked(ramp, gbs, 600)
-    flat = [phase.gbs for phase in ramp.phases(gbs) for _ in range(phase.iterations)]
-    assert flat + [gbs] * (600 - len(flat)) == sizes
     batches = list(ramp.batches(600, gbs))
     assert [(b.number, b.first, b.gbs) for b in batches] == [
         (k + 1, sum(sizes[:k]), n) for k, n in enumerate(sizes)
@@ -55,7 +53,7 @@ def test_the_batch_sizes_that_a_topology_cannot_divide_are_named():
     [
         (lambda: parse_ramp("1,2"), "ramp=1,2: must be three whole numbers"),
         (lambda: Ramp(start=0, increment=1, samples=5), "ramp.start=0: must be above 0"),
-        (lambda: Ramp(start=5, increment=3, samples=9).phases(9), "ramp.increment=3: must divide"),
+        (lambda: Ramp(start=5, increment=3, samples=9).steps(9), "ramp.increment=3: must divide"),
     ],
 )
 def test_a_ramp_that_leads_nowhere_is_refused(make, message):

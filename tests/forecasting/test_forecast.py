@@ -105,7 +105,7 @@ def test_simulated_runs_take_as_long_on_average_as_by_dalys_formula(mtbf, interv
 def test_ramp_days_are_each_batch_sizes_predicted_seconds_times_its_iterations():
     by_hand = sum(
         phase.iterations * iteration_time(SHAPE, replace(TOPOLOGY, gbs=phase.gbs), A100, K).total
-        for phase in parse_ramp(RAMP).phases(2048)
+        for phase in parse_ramp(RAMP).between(2048, 0, 10**9)[:-1]
     )
     assert made(runs=100).to_json()["ramp"]["days"] == pytest.approx(by_hand / DAY)
 

@@ -129,7 +129,7 @@ def test_a_batch_that_no_stage_can_share_out_is_refused_by_its_size(tmp_path: Pa
         ("64:8:1", r"^stages=64: the first must hold the ramp's first batch$"),
         ("128:8:1,32:8:1", r"^stages=128,32: must be in the order of the batch size$"),
         ("32:8:1,4096:8:1", r"^stages=4096: no iteration has such a batch"),
-        ("32:8:1,128:24:1", r"^gbs=128: must be a multiple of mbs x dp = 1 x 96, such as 96$"),
+        ("32:8:1,128:24:1", r"^gbs=128: must be a multiple of mbs x dp = 1 x 96$"),
         ("32:0:1", r"^nodes=0: must be a whole number of at least 1$"),
     ],
 )

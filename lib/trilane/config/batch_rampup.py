@@ -70,33 +70,21 @@ class Ramp:
         require(way % self.increment == 0, "ramp.increment", self.increment, rule)
         return way // self.increment
 
-    def phases(self, gbs: int) -> list[Phase]:
-        """The phases below `gbs`, in order. A step that one iteration skips altogether has no
-        phase.
-        """
-        phases: list[Phase] = []
-        consumed = 0
-        steps = self.steps(gbs)
-        for step in range(steps):
-            next_step = math.ceil(Fraction((step + 1) * self.samples, steps))  # its first sample
-            batch = self.start + step * self.increment
-            iterations = max(0, math.ceil(Fraction(next_step - consumed, batch)))
-            if iterations:
-                phases.append(Phase(gbs=batch, iterations=iterations, first=consumed))
-            consumed += batch * iterations
-        return phases
-
     def _starts(self, gbs: int) -> list[tuple[int, int, int]]:
-        """Where each phase begins, the constant one last: iterations done, samples consumed, its
-        batch size.
+        """Where each batch size begins, the constant one last: iterations done, samples consumed,
+        the size. A step that one iteration skips altogether begins where the next does.
         """
         starts = []
         done = 0
         consumed = 0
-        for phase in self.phases(gbs):
-            starts.append((done, consumed, phase.gbs))
-            done += phase.iterations
-            consumed += phase.gbs * phase.iterations
+        steps = self.steps(gbs)
+        for step in range(steps):
+            batch = self.start + step * self.increment
+            starts.append((done, consumed, batch))
+            next_step = math.ceil(Fraction((step + 1) * self.samples, steps))  # its first sample
+            iterations = max(0, math.ceil(Fraction(next_step - consumed, batch)))
+            done += iterations
+            consumed += batch * iterations
         return [*starts, (done, consumed, gbs)]
 
     def iterations(self, samples: int, gbs: int) -> int:

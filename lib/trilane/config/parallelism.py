@@ -249,22 +249,13 @@ def _shares_layers(t: Any, shape: ModelShape) -> bool:
     return layers == 0
 
 
-def dividing(number: int, value: int) -> str:
-    """What divides a number next to a value that does not, in words: "; 7 or 10 would"."""
-    divisors = [d for d in range(1, number + 1) if number % d == 0]
-    near = [d for d in divisors if d < value][-1:] + [d for d in divisors if d > value][:1]
-    if near:
-        return f"; {' or '.join(map(str, near))} would"
-    return ""
-
-
-def _tp_divides(size: str, hint: str = "", sign: str = "=") -> Rule:
+def _tp_divides(size: str) -> Rule:
     """The rule that tp must divide that size of the shape."""
     return Rule(
         "tp",
-        f"must divide {size}{hint}",
+        f"must divide {size}",
         lambda t, s: getattr(s, size) % t.tp == 0,
-        lambda t, s: f"{sign}{getattr(s, size)}{dividing(getattr(s, size), t.tp)}",
+        lambda t, s: f"={getattr(s, size)}",
         of_sizes=True,
     )
 
@@ -287,9 +278,7 @@ TOPOLOGY_RULES = (
         "gbs",
         "must be a multiple of mbs x dp",
         lambda t: t.gbs % (t.mbs * t.dp) == 0,
-        lambda t: (
-            f" = {t.mbs} x {t.dp}, such as {max(1, round(t.gbs / (t.mbs * t.dp))) * t.mbs * t.dp}"
-        ),
+        lambda t: f" = {t.mbs} x {t.dp}",
     ),
     Rule("sequence_parallel", "needs tp > 1", lambda t: t.tp > 1 or not t.sequence_parallel),
     Rule("offload", "needs ZeRO stage 1 or more", lambda t: t.zero > 0 or t.offload == "none"),
@@ -336,9 +325,9 @@ TOPOLOGY_RULES = (
 # What a model asks of a topology.
 SHAPE_RULES = (
     _tp_divides("num_attention_heads"),
-    _tp_divides("vocab_size", hint=" (pad the vocabulary)", sign=": "),
+    _tp_divides("vocab_size"),
     _tp_divides("hidden_size"),
-    _tp_divides("ffn", hint="_hidden_size"),
+    _tp_divides("ffn"),
     Rule(
         "tp",
         "must divide the heads of keys and values, or be a multiple of them",
@@ -369,10 +358,7 @@ SHAPE_RULES = (
         "pp",
         "stages (times interleaving) must share the layers evenly",
         _shares_layers,
-        lambda t, s: (
-            ": {} must divide {} layers".format(*_stages_and_layers(t, s))
-            + dividing(_stages_and_layers(t, s)[1], t.pp) * (_stages_and_layers(t, s)[0] == t.pp)
-        ),
+        lambda t, s: ": {} must divide {} layers".format(*_stages_and_layers(t, s)),
     ),
     Rule(
         "interleaving",

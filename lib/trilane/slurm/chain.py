@@ -105,7 +105,7 @@ def _first_iteration(plan: Plan, gbs: int) -> int:
     none.
     """
     before = 0
-    for phase in plan.run.ramp.phases(plan.topology.gbs):
+    for phase in plan.run.ramp.between(plan.topology.gbs, 0, plan.run.train_iters):
         if phase.gbs < gbs:
             before += phase.iterations
     if gbs > plan.topology.gbs or before >= plan.run.goal:
