@@ -10,7 +10,8 @@ import pytest
 
 from trilane.cli.app import main
 from trilane.config.model import ModelShape, parse_shape
-from trilane.config.shapes import configs, family_of, shape_of_config
+from trilane.config.shapes import family_of, shape_of_config
+from trilane.utils.validation import shipped_json
 
 # Sizes of config.json as published on huggingface.co.
 LLAMA = {
@@ -76,11 +77,11 @@ def test_the_parameters_are_those_of_the_model_that_transformers_makes(
     found = shape_of_config(json.loads(config.to_json_string()), 128)
     counted = sum(p.numel() for p in model.parameters())
     assert counted - found.shape.parameters == NOT_COUNTED.get(kind, 0)
-    assert bool(found.notes) == (kind in NOT_COUNTED or kind in ("gpt_neox", "nemotron"))
+    assert bool(found.notes) == (kind in NOT_COUNTED)
 
 
 def test_every_type_is_compared_with_transformers() -> None:
-    assert {kind for kind, _ in MADE} == set(configs())
+    assert {kind for kind, _ in MADE} == set(shipped_json("huggingface")["configs"])
 
 
 def test_a_key_that_a_configuration_leaves_out_has_its_type_s_default() -> None:

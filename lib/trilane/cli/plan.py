@@ -80,7 +80,7 @@ def search(
     dp, its variants are listed.
     """
     machine = load_cluster(cluster)
-    model = shape_of(shape, seq, choices)
+    model = shape_of(shape, seq)
     require(gpus <= machine.max_gpus, "gpus", gpus, f"{machine.name} has {machine.max_gpus}")
     known = constants(machine, calibration)
     asked = {"gpus": gpus, "gbs": gbs, "engine": engine, "top": top, **choices}
@@ -153,7 +153,7 @@ def show(
     else:
         for name in ("shape", "cluster", "gbs"):
             require(name in given, name, "missing", "needed where no plan is named")
-        model = shape_of(shape, seq, choices)
+        model = shape_of(shape, seq)
         read = plan_of(model, load_cluster(cluster), engine or ENGINES[0], gpus, choices)
         trace = None
     known = constants_of(read, calibration)
@@ -168,11 +168,11 @@ def constants(cluster: Cluster, source: str) -> Calibration:
     return known
 
 
-def shape_of(text: str, seq: int, choices: dict[str, Any]) -> ModelShape:
+def shape_of(text: str, seq: int) -> ModelShape:
     """The shape that is named, with the vocabulary padded; what was decided for it goes
     to stderr.
     """
-    given = read_shape(text, seq_length=seq, tp=choices.get("tp", 1))
+    given = read_shape(text, seq_length=seq)
     note(given.notes)
     return given.shape
 

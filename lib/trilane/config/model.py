@@ -5,7 +5,7 @@ per iteration.
 from dataclasses import dataclass
 from typing import Any
 
-from trilane.config.options import check, option
+from trilane.config.options import changed, check, option
 from trilane.utils.tables import Record
 from trilane.utils.validation import is_count, require, require_integer
 
@@ -116,25 +116,10 @@ class ModelShape(Record):
 
     @property
     def kind(self) -> str:
-        """What is not as in GPT-2, in words: "8 key-value heads, swiglu 14336, rmsnorm, rotary,
-        untied".
-        """
-        words = []
-        if self.num_key_value_heads:
-            words.append(f"{self.kv_heads} key-value heads")
-        if self.activation != "gelu" or self.ffn_hidden_size:
-            words.append(f"{self.activation} {self.ffn}")
-        if self.normalization != "layernorm":
-            words.append(self.normalization)
-        if self.positions != "learned":
-            words.append("no positions" if self.positions == "none" else self.positions)
-        if self.biases != "all":
-            words.append(f"biases {self.biases}")
-        if not self.tied_embeddings:
-            words.append("untied")
-        if self.embedding_layernorm:
-            words.append("embedding norm")
-        return ", ".join(words)
+        """The fields beyond the sizes that are not as in GPT-2."""
+        sizes = ("num_layers", "hidden_size", "num_attention_heads", "seq_length", "vocab_size")
+        others = changed(self).items()
+        return ", ".join(f"{name}={value}" for name, value in others if name not in sizes)
 
     @property
     def ffn(self) -> int:

@@ -16,7 +16,7 @@ from typing import Any
 from trilane.config.model import ModelShape, padded_vocab_size, parse_shape
 from trilane.utils.validation import (
     from_mapping,
-    read_json,
+    read_object,
     require,
     require_integer,
     require_known,
@@ -33,53 +33,42 @@ class GivenShape:
     notes: tuple[str, ...] = ()
 
 
-def configs() -> list[str]:
-    """The types of models whose configurations are known."""
-    return sorted(shipped_json("huggingface")["configs"])
-
-
-def read_shape(text: str | ModelShape, *, seq_length: int = 0, tp: int = 1) -> GivenShape:
+def read_shape(text: str | ModelShape, *, seq_length: int = 0) -> GivenShape:
     """The shape of five numbers (see parse_shape), of a JSON file (a shape's fields, a plan, a
     config.json), or of a folder with a config.json.
 
     `seq_length` above 0 takes the place of the one that it has. The vocabulary of five numbers and
-    of a config.json is padded to a multiple of 128, as Megatron does, and of 128 x `tp` where that
-    is needed; a file of trilane has rows that are padded already. Raises ValueError for what is no
-    shape of a dense decoder.
+    of a config.json is padded to a multiple of 128, as Megatron does; a file of trilane has rows
+    that are padded already. Raises ValueError for what is no shape of a dense decoder.
     """
     if isinstance(text, ModelShape):
-        return GivenShape(shape=_with_sequence(text, seq_length))
+        given = GivenShape(shape=text)
+    else:
+        given = _given_shape(text, seq_length)
+    if seq_length:
+        shape = dataclasses.replace(given.shape, seq_length=seq_length)
+        given = dataclasses.replace(given, shape=shape)
+    return given
+
+
+def _given_shape(text: str, seq_length: int) -> GivenShape:
     path = Path(text)
     if (path / "config.json").is_file():
         path = path / "config.json"
-    notes: tuple[str, ...] = ()
-    if not (text.endswith(".json") or path.is_file()):
-        shape = parse_shape(text)
-    else:
-        values = read_json(path, "shape")
-        if not isinstance(values, dict) or "model_type" not in values:
-            if isinstance(values, dict):
-                fields = values.get("shape", values)
-            else:
-                fields = values
-            shape = from_mapping(ModelShape, fields, "shape")
-            return GivenShape(shape=_with_sequence(shape, seq_length))
+    if text.endswith(".json") or path.is_file():
+        values = read_object(path, "shape")
+        if "model_type" not in values:
+            fields = values.get("shape", values)
+            return GivenShape(shape=from_mapping(ModelShape, fields, "shape"))
         given = shape_of_config(values, seq_length)
-        shape = given.shape
-        notes = given.notes
-    rows = padded_vocab_size(shape.vocab_size)
-    if rows % tp:
-        rows = padded_vocab_size(shape.vocab_size, tp)
-    if rows != shape.vocab_size:
-        notes += (f"vocab_size={shape.vocab_size}: padded to {rows}",)
-    shape = dataclasses.replace(_with_sequence(shape, seq_length), vocab_size=rows)
-    return GivenShape(shape=shape, notes=notes)
-
-
-def _with_sequence(shape: ModelShape, seq_length: int) -> ModelShape:
-    if seq_length:
-        return dataclasses.replace(shape, seq_length=seq_length)
-    return shape
+    else:
+        given = GivenShape(shape=parse_shape(text))
+    tokens = given.shape.vocab_size
+    rows = padded_vocab_size(tokens)
+    if rows == tokens:
+        return given
+    notes = (*given.notes, f"vocab_size={tokens}: padded to {rows}")
+    return GivenShape(shape=dataclasses.replace(given.shape, vocab_size=rows), notes=notes)
 
 
 def shape_of_config(values: Mapping[str, Any], seq_length: int = 0) -> GivenShape:
@@ -94,7 +83,7 @@ def shape_of_config(values: Mapping[str, Any], seq_length: int = 0) -> GivenShap
     kind = str(values["model_type"])
     for key, rule in tables["refused"].items():  # whatever the type
         require(values.get(key) in (None, 0, 1), key, values.get(key), rule)
-    require_known("model_type", kind, configs())
+    require_known("model_type", kind, tables["configs"])
     usual = {**tables["usual"], **tables["configs"][kind]}
     for key, default, needed, rule in usual["needs"]:
         value = values.get(key, default)
@@ -131,13 +120,6 @@ def shape_of_config(values: Mapping[str, Any], seq_length: int = 0) -> GivenShap
     _require_plain(values, usual, shape)
     if usual["note"]:
         notes.append(f"model_type={kind}: {usual['note']}")
-    if shape.positions == "rotary":
-        _, share = _first(values, tables["keys"]["rotary_share"], usual["rotary_share"])
-        if share != 1:
-            notes.append(f"partial_rotary_factor={share}: a shape turns all channels of a head")
-        angles = values.get("rope_type", values.get("type", "default"))
-        if angles != "default":
-            notes.append(f"rope_type={angles}: a shape has angles as they are")
     return GivenShape(shape=shape, notes=tuple(notes))
 
 
@@ -263,12 +245,10 @@ def family_of(shape: ModelShape) -> Family:
     """The first family that has `shape`; ValueError that names the field which those with its
     positions lack.
     """
-    for family in families().values():
-        if not family.misfit(shape):
-            return family
     misfit = misfit_of(shape)
-    assert misfit
-    raise ValueError("{}={}: {}".format(*misfit))
+    if misfit:
+        raise ValueError("{}={}: {}".format(*misfit))
+    return next(family for family in families().values() if not family.misfit(shape))
 
 
 def misfit_of(shape: ModelShape) -> tuple[str, object, str] | None:
