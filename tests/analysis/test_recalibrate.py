@@ -95,7 +95,7 @@ def test_a_folder_of_anybodys_logs_is_gathered(tmp_path, outputs):
     (folder / "notes").write_text("no training here\n")
     found = collect.measure_runs(Study.open("s"), str(folder), 5)
     assert [m.name for m in found.runs] == ["run", "2 a.out", "3 a.out"]
-    assert "TFLOP/s" in found._repr_html_() and "MFU" not in found._repr_html_()
+    assert "tflops" in found._repr_html_() and "mfu" not in found._repr_html_()
     (unread,) = found.unread
     assert unread.startswith(f"log={folder}/notes: holds no iteration line")
     card = collect.measure_runs(Study.open("s"), f"{folder}/a.out", 5, A100).runs[0]

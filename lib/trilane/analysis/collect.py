@@ -50,8 +50,8 @@ class MeasuredRuns(Table):
     They are in the order in which they ran, as far as their paths show it.
     """
 
-    shown = "run gpus parameters tp pp dp mbs gbs sec_per_it tflops MFU,% tokens/s memory_gib"
-    shown += " lost,% loss status"
+    shown = "run gpus parameters tp pp dp mbs gbs sec_per_it tflops mfu tokens_per_s memory_gib"
+    shown += " lost loss status"
     runs: tuple[Measurement, ...]
     unread: tuple[str, ...] = ()
 
@@ -110,9 +110,7 @@ class MeasuredRuns(Table):
     def _repr_html_(self) -> str:
         if not self.logs:
             return NO_LOG
-        heads = {"mfu": "MFU,%", "lost": "lost,%", "tokens_per_s": "tokens/s"}
-        table = frame(rows_of(self.logs[:SHOWN])).rename(columns=heads)
-        return show(displayed(table, self.shown))
+        return show(displayed(frame(rows_of(self.logs[:SHOWN])), self.shown))
 
     def endings(self) -> Html:
         """How each run ended, failed ones first: the line that proves it, nodes at fault, wrong

@@ -56,7 +56,6 @@ class InTime(Table):
     `same` is one model on each of several clusters, `reasons` why nothing ends on a cluster.
     """
 
-    digits = 1
     shown = (
         "cluster gpus parameters num_layers hidden_size tokens engine label days_p50 days_p90 "
         "gpu_hours_p50 money memory_gib oom_probability"

@@ -262,7 +262,7 @@ class Decision(Table):
         remedies = shipped_json("risks")["remedies"]
         worst = {name: cells[:3] for name, cells in self.forecast.delays.columns.items()}
         worst["what helps"] = [remedies.get(cause, "") for cause in worst["cause"]]
-        return Columns(worst, digits=1)
+        return Columns(worst)
 
     @property
     def evidence(self) -> Lines:

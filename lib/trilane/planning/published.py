@@ -26,4 +26,4 @@ def sizes() -> Columns:
         s = ModelShape(**model["shape"])
         size = s.hidden_size // s.num_layers, s.vocab_size, model["printed_b"], s.parameters / 1e9
         rows.append((model["origin"], s.num_layers, s.hidden_size, *size))
-    return Columns.of_rows(names, rows, digits=2)
+    return Columns.of_rows(names, rows)

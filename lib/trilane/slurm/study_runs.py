@@ -48,7 +48,6 @@ class StudyRuns(Table):
     starts and saves (in jobs of one time limit each), and why they were chosen.
     """
 
-    digits = 4
     study: Study
     site: Site
     request: JobRequest

@@ -23,43 +23,8 @@ if TYPE_CHECKING:
 else:
     DataFrame = Any  # a name for annotations: pandas takes half a second to import
 
-# How a notebook heads the columns of tidy frames; a head that ends with % has shares as per cent.
-HEADS = {
-    "label": "plan",
-    "gpus": "GPUs",
-    "num_layers": "layers",
-    "hidden_size": "hidden",
-    "ffn": "MLP",
-    "num_attention_heads": "heads",
-    "kv_heads": "key-value heads",
-    "hidden_per_layer": "hidden / layers",
-    "sec_per_it": "s/it",
-    "sec_lo": "90 % from",
-    "sec_hi": "to",
-    "memory_gib": "memory (GiB)",
-    "oom_probability": "out of memory, %",
-    "tflops": "TFLOP/s a GPU",
-    "gpu_hours": "GPU-hours",
-    "days_p50": "days",
-    "days_p90": "days (90 %)",
-    "gpu_hours_p50": "GPU-hours",
-    "mean_days": "days on average",
-    "p_miss_deadline": "too late, %",
-    "p_overrun_allocation": "over the allocation, %",
-    "days_95": "one run in 20 loses more days than",
-    "measured_sec_per_it": "measured s/it",
-    "predicted_sec_per_it": "predicted",
-    "measured_gib": "measured GiB",
-    "predicted_over_measured": "over measured",
-    "recalibrated_sec_per_it": "fitted",
-    "predicted_gib": "predicted GiB",
-    "recalibrated_half_width": "90 % within, %",
-    "recalibrated_over_measured": "fitted over measured",
-    "gib_over_measured": "GiB over measured",
-}
 REPR_CHARACTERS = 300  # three lines of a terminal
 CELL_CHARACTERS = 1000
-WIDE_CHARACTERS = 44  # a longer text is wrapped in its cell
 T = TypeVar("T")
 K = TypeVar("K")
 
@@ -187,10 +152,9 @@ class Table(Record):
 
     A frame has the names that objects and JSON have: seconds (`sec_per_it`), bytes as GiB
     (`memory_gib`), shares and probabilities from 0 to 1, NaN for what is unknown. Shown are the
-    first `most` rows, with at most `digits` decimals.
+    first `most` rows, under the same names.
     """
 
-    digits: int = 3
     most: ClassVar[int] = 40
     shown: ClassVar[str] = ""
 
@@ -203,36 +167,14 @@ class Table(Record):
         return displayed(self.to_frame().head(self.most), self.shown)
 
     def _repr_html_(self) -> str:
-        return show(self.view(), self.digits)
+        return show(self.view())
 
 
 def displayed(frame: DataFrame, names: str = "") -> DataFrame:
-    """The columns of a tidy frame that hold anything (of `names`, where given), with heads for a
-    person to read.
-
-    Shares become per cent, parameters and tokens billions or millions; `=` marks equal ranks.
-    """
-    columns = {}
-    for name in names.split() or frame:
-        if name not in frame:
-            continue
-        column = frame[name]
-        head = HEADS.get(name, name)
-        is_empty = column.isna() | (column.astype(str) == "")
-        if is_empty.all() and len(column):
-            continue
-        if head.endswith("%"):
-            column = (100 * column).round(1)
-        elif name in ("parameters", "tokens"):
-            unit, word = (1e9, "B") if column.max() >= 1e9 else (1e6, "M")
-            column = column / unit
-            head = f"{name} ({word})"
-        elif column.dtype == bool:
-            column = column.map({True: "yes", False: ""})
-        elif name == "rank":
-            column = column.astype(str) + column.duplicated(keep=False).map({True: "=", False: ""})
-        columns[head] = column
-    return type(frame)(columns, index=frame.index)
+    """The columns of a tidy frame that hold anything (of `names`, where given)."""
+    chosen = frame[[name for name in names.split() or frame if name in frame]]
+    is_empty = (chosen.isna() | (chosen == "")).all()
+    return chosen.loc[:, ~is_empty] if len(frame) else chosen
 
 
 @dataclass(frozen=True)
@@ -240,14 +182,11 @@ class Columns(Table):
     """A table of named columns of equal length."""
 
     columns: Mapping[str, Sequence[Any]]
-    digits: int = 3
 
     @classmethod
-    def of_rows(
-        cls, names: Sequence[str], rows: Sequence[Sequence[Any]], digits: int = 3
-    ) -> "Columns":
+    def of_rows(cls, names: Sequence[str], rows: Sequence[Sequence[Any]]) -> "Columns":
         """The table of these rows, each with a value for every name."""
-        return cls({name: [row[n] for row in rows] for n, name in enumerate(names)}, digits)
+        return cls({name: [row[n] for row in rows] for n, name in enumerate(names)})
 
     def to_frame(self) -> DataFrame:
         import pandas as pd
@@ -366,70 +305,26 @@ def one_line(text: str) -> str:
     return " ".join(printable(text).split("\n"))
 
 
-def show(columns: Any, digits: int = 3) -> Html:
+def show(columns: Any) -> Html:
     """Named columns (a mapping or a DataFrame) as a table for a notebook; a cell of Html stays
     markup.
     """
     import pandas as pd
 
-    frame = pd.DataFrame(columns)
-    heads = []
-    cells = []
-    for place, name in enumerate(frame):
-        column = frame.iloc[:, place]
-        texts = _cell_texts(column, digits)
-        style = ""
-        if not pd.api.types.is_numeric_dtype(column):
-            style = ' style="text-align: left"'
-            if max(map(len, texts), default=0) > WIDE_CHARACTERS:
-                style = ' style="text-align: left; white-space: normal; min-width: 18rem"'
-        heads.append(Html.of("<th{}>{}</th>", Html(style), name))
-        cells.append([Html.of("<td{}>{}</td>", Html(style), text) for text in texts])
-    head = "".join(heads)
-    rows = "\n".join(f"<tr>{''.join(row)}</tr>" for row in zip(*cells, strict=True))
-    return Html(
-        '<table class="dataframe">\n'
-        f"<thead><tr>{head}</tr></thead>\n"
-        f"<tbody>\n{rows}\n</tbody>\n</table>"
-    )
+    texts = pd.DataFrame(columns).map(_cell, na_action="ignore")
+    texts.columns = [Html.escape(name) for name in texts]
+    with pd.option_context("display.max_colwidth", None):
+        return Html(texts.to_html(index=False, escape=False, border=0, na_rep=""))
 
 
-def _cell_texts(column: Any, digits: int) -> list[str]:
-    """The cells of a column as texts; empty where there is no value."""
-    is_numeric = column.dtype.kind == "f"
-    if is_numeric:
-        decimals = _decimals(column.dropna().abs(), digits)
-    else:
-        decimals = 0
-    texts = []
-    for value, is_missing in zip(column, column.isna(), strict=True):
-        if is_missing:
-            texts.append("")
-        elif isinstance(value, Html):
-            texts.append(value)
-        elif not isinstance(value, float):
-            texts.append(middle(str(value), CELL_CHARACTERS))
-        # among texts a number has no neighbours whose decimals it could share
-        elif not is_numeric or 1e4 <= abs(value) < math.inf:
-            texts.append(amount(value))
-        else:
-            texts.append(f"{value:,.{decimals}f}")
-    return texts
-
-
-def _decimals(sizes: Any, digits: int) -> int:
-    """As many decimals as the smallest number needs for four significant digits, at most `digits`,
-    and fewer where they tell nothing.
-    """
-    smallest = sizes[(sizes > 0) & (sizes < math.inf)].min()
-    if math.isnan(smallest):
-        most = digits
-    else:
-        most = min(digits, max(0, 3 - math.floor(math.log10(smallest))))
-    for decimals in range(most):
-        if (sizes.round(decimals) == sizes.round(most)).all():
-            return decimals
-    return most
+def _cell(value: Any) -> str:
+    if isinstance(value, Html):
+        return value
+    if isinstance(value, float):
+        return amount(value)
+    if type(value) is int:
+        return f"{value:,}"
+    return Html.escape(middle(one_line(str(value)), CELL_CHARACTERS))
 
 
 def grouped(items: Iterable[T], key: Callable[[T], K]) -> dict[K, list[T]]:
