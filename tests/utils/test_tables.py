@@ -49,7 +49,7 @@ def test_a_value_in_html_is_its_text(value: str) -> None:
     )
     table = Page(show({value: [value, value], "n": [1, 2]}))
     assert table.tags.count("td") == 4 and set(table.tags) == {
-        *"table thead tr th tbody td".split()
+        *["table", "thead", "tr", "th", "tbody", "td"]
     }
     assert set(table.attributes) <= {"class", "style"}
     assert words(table.text).count(words(value)) >= 3

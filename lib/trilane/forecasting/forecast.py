@@ -139,7 +139,7 @@ class Forecast(Table):
         slow = u.slowdown * math.exp(Z90 * math.hypot(u.common, u.independent))
         rows.append((str(Cause.PREDICTION), days * (u.mean - 1), days * (slow - 1)))
         rows.sort(key=lambda row: -row[2])
-        return Columns.of_rows(("cause", "mean_days", "days_95"), rows, digits=1)
+        return Columns.of_rows(("cause", "mean_days", "days_95"), rows)
 
     @property
     def fan(self) -> Json:
