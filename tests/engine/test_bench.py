@@ -52,7 +52,7 @@ def test_ranks_of_srun_on_two_hosts_measure_inside_and_between(
     assert two.cores_per_node == len(os.sched_getaffinity(0))
     assert_plausible(two)
     assert two.storage_nodes == 2
-    assert min(two.write_bytes_per_s or 0, two.read_bytes_per_s or 0) > 1e5
+    assert (two.write_bytes_per_s or 0) > 1e5
     assert two.sources["all"].startswith("measured on gpu001.example 2, gpu002.example 2 at ")
 
 
@@ -86,7 +86,7 @@ def test_storage_is_measured_as_it_is_saved_and_nothing_stays(
         lines = ask(small_plan(tmp_path, dp=2), code).splitlines()
         rates, none, full = lines[:3]
         assert lines[3:] == lines[:3]
-        assert rates == "['read_bytes_per_s', 'storage_nodes', 'write_bytes_per_s'] True True"
+        assert rates == "['storage_nodes', 'write_bytes_per_s'] True True"
         assert "No such file or directory" in none
         assert re.fullmatch("rank [01]: No space left on device", full)
         assert not [*folder.iterdir(), *small.iterdir()]

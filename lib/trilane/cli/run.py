@@ -114,7 +114,6 @@ def train(
 @command(measure)
 def machine(
     out: str = option("", argument="[OUT.json]"),
-    name: str = option("", "of the cluster; default: local"),
     storage: str = option(
         "", "folder where what a checkpoint takes is measured; default: the current one"
     ),
@@ -124,7 +123,7 @@ def machine(
     """
     # In place of this process: torchrun and srun count on the rank that they started. Only the
     # engine imports torch.
-    replace_by(python("-m", "trilane_engine.bench", out, name, storage))
+    replace_by(python("-m", "trilane_engine.bench", out, storage))
 
 
 @command(measure)

@@ -108,9 +108,6 @@ class Cluster(Record):
     write_bytes_per_s: float | None = _rate(
         "what a node writes of a checkpoint while all do", None, predicts=False
     )
-    read_bytes_per_s: float | None = _rate(
-        "what a node reads of a checkpoint while all do", None, predicts=False
-    )
     storage_nodes: int = option(
         0, "nodes that wrote together in that measurement", minimum=0, predicts=False
     )
@@ -139,11 +136,11 @@ class Cluster(Record):
 
     @property
     def storage(self) -> str:
-        """What its nodes write and read of a checkpoint, in words."""
-        if not self.write_bytes_per_s or not self.read_bytes_per_s:
+        """What its nodes write of a checkpoint, in words."""
+        if not self.write_bytes_per_s:
             return "not measured"
-        rates = f"{self.write_bytes_per_s / 1e9:.2f} and {self.read_bytes_per_s / 1e9:.2f}"
-        return f"{rates} GB/s a node written and read, {self.storage_nodes} nodes at a time"
+        rate = f"{self.write_bytes_per_s / 1e9:.2f} GB/s a node written"
+        return f"{rate}, {self.storage_nodes} nodes at a time"
 
     @property
     def max_gpus(self) -> int:

@@ -23,12 +23,9 @@ PROCESSES = 8  # of a machine without GPUs
 
 
 def main(argv: list[str]) -> int:
-    """Arguments `[OUT [NAME [STORAGE [PROCESSES]]]]`. 0 when the file is written, else 2 with one
-    line.
-    """
-    out, name, storage, processes = [*argv, "", "", "", ""][:4]
-    name = name or "local"
-    path = Path(out or f"{name}.json")
+    """Arguments `[OUT [STORAGE [PROCESSES]]]`. 0 when the file is written, else 2 with one line."""
+    out, storage, processes = [*argv, "", "", ""][:3]
+    path = Path(out or "local.json")
     # a batch script has SLURM_PROCID too, but no step: it is one process
     is_alone = "RANK" not in os.environ and os.environ.get("SLURM_STEP_NUM_TASKS", "1") == "1"
     try:
@@ -37,15 +34,15 @@ def main(argv: list[str]) -> int:
         require(not path.exists(), "out", path, "exists")
         require(path.absolute().parent.is_dir(), "out", path, "its folder does not exist")
         if is_alone:  # torch is not imported yet
-            _become_torchrun(path, name, storage)
-        _measure(path, name, Path(storage), int(processes or "0"))
+            _become_torchrun(path, storage)
+        _measure(path, Path(storage), int(processes or "0"))
     except ValueError as error:
         print_refusal(error, "trilane: ")
         return 2
     return 0
 
 
-def _become_torchrun(path: Path, name: str, storage: str) -> None:
+def _become_torchrun(path: Path, storage: str) -> None:
     import torch
 
     from trilane_engine.world import own_device
@@ -57,11 +54,11 @@ def _become_torchrun(path: Path, name: str, storage: str) -> None:
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"
         processes = PROCESSES
     ranks = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={cards or 2}"]
-    this = ["-m", "trilane_engine.bench.__main__", str(path), name, storage, str(processes)]
+    this = ["-m", "trilane_engine.bench.__main__", str(path), storage, str(processes)]
     replace_by(python(*ranks, *this))
 
 
-def _measure(path: Path, name: str, storage: Path, processes: int) -> None:
+def _measure(path: Path, storage: Path, processes: int) -> None:
     import torch
 
     from trilane_engine import world as worlds
@@ -70,7 +67,7 @@ def _measure(path: Path, name: str, storage: Path, processes: int) -> None:
     worlds.from_slurm(os.environ)
     context = _context_bytes()
     world = worlds.start_process_group("fp32")
-    cluster = measured(world, context, name, storage, processes)
+    cluster = measured(world, context, path.stem, storage, processes)
     if world.is_first:
         write_json(path, to_mapping(cluster))
     torch.distributed.destroy_process_group()

@@ -1,14 +1,12 @@
-"""What storage writes and reads in a checkpoint's pattern: each rank one file, written by the
+"""What storage writes in a checkpoint's pattern: each rank one file, written by the
 saver's own code with its checksum and fsync, all ranks at once; removed afterwards, unless rank 0
 is killed outright.
 """
 
 import itertools
-import os
 import shutil
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,53 +21,26 @@ BLOCKS = 64  # of a rank's file
 
 
 def measure(world: World, folder: Path, nodes: int) -> tuple[dict[str, Any], str]:
-    """Fields of Cluster, rates by node, and how they were measured; OSError on all ranks where
+    """Fields of Cluster, the rate by node, and how it was measured; OSError on all ranks where
     that fails. Collective.
     """
     new = lambda: tempfile.mkdtemp(prefix=".trilane-", dir=folder)  # noqa: E731
     place = Path(call_on_first(world, new))
-    # where there are several nodes a rank reads what another has written, as after a restart
-    # elsewhere
-    other = (world.rank + world.size // nodes) % world.size
-    try:
-        written = _at_once(world, lambda: _write(place / str(world.rank)))
-        read = _at_once(world, lambda: _read(place / str(other)))
-    finally:
-        if world.is_first:
-            shutil.rmtree(place, ignore_errors=True)
-    size = f"{BLOCKS * BLOCK / 1e6:.0f} MB each"
-    how = f"{world.size} files at once, {nodes} nodes, {size}, fsync; page cache told to drop"
-    rates = {"write_bytes_per_s": written / nodes, "read_bytes_per_s": read / nodes}
-    return {**rates, "storage_nodes": nodes}, how
-
-
-def _at_once(world: World, work: Callable[[], object]) -> float:
-    """Bytes per second of all ranks until the last is done."""
+    values = torch.rand(BLOCK // 4)  # which no file system makes smaller
+    entries = [(str(number), (len(values),)) for number in range(BLOCKS)]
+    problem = ""
     dist.barrier()
     begin = time.perf_counter()
-    problem = ""
     try:
-        work()
+        write_slices(place / str(world.rank), entries, itertools.repeat(values, BLOCKS))
     except OSError as error:
         problem = f"rank {world.rank}: {error_text(error)}"
     every = gather_values(world, (time.perf_counter() - begin, problem))
+    if world.is_first:
+        shutil.rmtree(place, ignore_errors=True)
     for _, problem in every:
         if problem:
             raise OSError(problem)
-    return world.size * BLOCKS * BLOCK / max(seconds for seconds, _ in every)
-
-
-def _write(path: Path) -> None:
-    """Write random numbers, which no file system makes smaller."""
-    values = torch.rand(BLOCK // 4)
-    entries = [(str(number), (len(values),)) for number in range(BLOCKS)]
-    write_slices(path, entries, itertools.repeat(values, BLOCKS))
-
-
-def _read(path: Path) -> None:
-    """A file system that ignores what fadvise asks for gives what this node wrote from memory."""
-    buffer = bytearray(BLOCK)
-    with path.open("rb", buffering=0) as file:
-        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-        while file.readinto(buffer):
-            pass
+    written = world.size * BLOCKS * BLOCK / max(seconds for seconds, _ in every)
+    how = f"{world.size} files at once, {nodes} nodes, {BLOCKS * BLOCK / 1e6:.0f} MB each, fsync"
+    return {"write_bytes_per_s": written / nodes, "storage_nodes": nodes}, how
