@@ -75,7 +75,7 @@ def converted(*words: object) -> int:
     """`trilane convert checkpoint`, in this process."""
     from trilane_engine.checkpoint.torch_dist import main
 
-    return main([*map(str, words), *["", "-1"][len(words) - 2 :]])
+    return main([*map(str, words), *[""][len(words) - 2 :]])
 
 
 @pytest.mark.slow

@@ -71,9 +71,6 @@ def megatron(
 def huggingface(
     source: Path,
     out: Path,
-    vocab_size: int = option(
-        0, "rows of the embedding in OUT: without those of padding", minimum=1
-    ),
     tokenizer: str = option(
         "", "a folder with a tokenizer.json, where it is not that of the training"
     ),
@@ -83,7 +80,7 @@ def huggingface(
 
     It is a GPT-2, BLOOM, Llama or Qwen 2, by the shape.
     """
-    arguments = (str(source), str(out), str(vocab_size), tokenizer)
+    arguments = (str(source), str(out), tokenizer)
     replace_by(python("-m", "trilane_engine.checkpoint.huggingface", *arguments))
 
 
@@ -94,9 +91,6 @@ def checkpoint(
     plan: str = option(
         "", "for a checkpoint of Megatron-LM: the plan that has its model, and goes on with it"
     ),
-    iteration: int = option(
-        -1, "for a checkpoint of Megatron-LM: the iteration after which it counts", minimum=-1
-    ),
 ) -> None:
     """Write a checkpoint as one that Megatron-LM loads (torch_dist), or one of Megatron-LM as ours,
     for run.load.
@@ -104,5 +98,5 @@ def checkpoint(
     Of Megatron's the newest iteration, or a folder iter_*; weights, and Adam's moments where each
     stands whole.
     """
-    arguments = (str(source), str(out), plan, str(iteration))
+    arguments = (str(source), str(out), plan)
     replace_by(python("-m", "trilane_engine.checkpoint.torch_dist", *arguments))

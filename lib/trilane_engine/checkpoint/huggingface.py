@@ -12,7 +12,6 @@ in transformers alike, so that no channel moves. The conversions are permutation
 optimizer's moments as well as for weights.
 """
 
-import dataclasses
 import json
 import sys
 from collections.abc import Sequence
@@ -89,22 +88,16 @@ def _meta(family: Family, shape: ModelShape) -> dict[str, tuple[str, int, Tensor
     return places
 
 
-def export(
-    checkpoint: Path, out: Path, vocab_size: int = 0, tokenizer: str = "", most_bytes: int = 10**10
-) -> bool:
+def export(checkpoint: Path, out: Path, tokenizer: str = "", most_bytes: int = 10**10) -> bool:
     """Write the checkpoint's weights, sizes and tokenizer to the new folder `out`; ValueError where
     that cannot be.
 
-    `vocab_size` above 0 leaves out the rows of the embedding behind so many, which padding added. A
-    file has at most `most_bytes`, or one tensor that is larger. `tokenizer` is a folder with
+    A file has at most `most_bytes`, or one tensor that is larger. `tokenizer` is a folder with
     tokenizer.json, where it is not the training's. Whether one was written: bytes have none.
     """
-    manifest, trained = verified(checkpoint)
-    family = family_of(trained)
+    manifest, shape = verified(checkpoint)
+    family = family_of(shape)
     tensors = manifest["tensors"]
-    rule = f"the checkpoint has {trained.vocab_size} rows"
-    require(vocab_size <= trained.vocab_size, "vocab_size", vocab_size, rule)
-    shape = dataclasses.replace(trained, vocab_size=vocab_size or trained.vocab_size)
     name = tokenizer or manifest["identity"].get("data", {}).get("tokenizer", "bytes")
     coder = None if name == "bytes" else read_tokenizer(name)
     if coder:
@@ -178,14 +171,12 @@ def verified(checkpoint: Path) -> tuple[dict[str, Any], ModelShape]:
 
 
 def main(argv: list[str]) -> int:
-    """SOURCE, OUT, vocabulary (0: its own) and tokenizer ("": its own); 2 with one line where it
-    fails.
-    """
-    source, out, vocab_size, tokenizer = argv
+    """SOURCE, OUT and tokenizer ("": its own); 2 with one line where it fails."""
+    source, out, tokenizer = argv
     try:
         complete = checkpoints.found_in(Path(source))
         require(bool(complete), "checkpoint", source, "holds no complete checkpoint")
-        if not export(complete[-1], Path(out), int(vocab_size), tokenizer):
+        if not export(complete[-1], Path(out), tokenizer):
             print("trilane: no tokenizer is written: give --tokenizer", file=sys.stderr)
         print(out)
     except ValueError as error:

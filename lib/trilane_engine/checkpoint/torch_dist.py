@@ -167,18 +167,14 @@ def _read_saved(
 
 
 def main(argv: list[str]) -> int:
-    """SOURCE, OUT, the plan ("": none) and the iteration (-1: the folder's); 2 with one line where
-    it fails.
-    """
-    source, out, plan, iteration = argv
+    """SOURCE, OUT and the plan ("": none); 2 with one line where it fails."""
+    source, out, plan = argv
     try:
         if folder := megatron.checkpoint_folder(Path(source)):
             rule = "a checkpoint of Megatron needs --plan, which has its model"
             require(bool(plan), "plan", "missing", rule)
-            at = int(iteration)
-            if at < 0:
-                number = re.fullmatch(r"iter_(\d{7,12})", folder.name)
-                at = int(number[1]) if number else 0
+            number = re.fullmatch(r"iter_(\d{7,12})", folder.name)
+            at = int(number[1]) if number else 0
             print(f"trilane: {read_in(folder, Path(out), read_plan(plan), at)}", file=sys.stderr)
         else:
             ours = checkpoints.found_in(Path(source))
