@@ -194,9 +194,6 @@ class Training:
     def _step(self, batch: Batch, log: TrainingLog, begin: float) -> float:
         """Train one batch; the time at its end."""
         heartbeat.at(batch.number)
-        if batch.number > self._done + 1:
-            left_out = f"skips iterations {self._done + 1} to {batch.number - 1}"
-            self._print(f"{left_out}: next is sample {batch.first}")
         lr = self._plan.optimizer.learning_rate(batch.end, self._plan.samples)
         with phase(DATA):
             microbatches = self._loader.microbatches(batch)
@@ -276,8 +273,8 @@ class Training:
         outcome = RunStatus(
             status=status, evidence=evidence, rank=None, exit_code=0, seconds=seconds
         )
-        if self._world.is_first and not write_status(self._folder, outcome):
-            self._print(f"{evidence}; the disk is full, so that status.json does not record it")
+        if self._world.is_first:
+            write_status(self._folder, outcome)
 
     def _print(self, text: str) -> None:
         if self._world.is_first:

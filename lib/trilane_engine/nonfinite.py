@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
 from megatron.core.utils import unwrap_model
 from torch import Tensor, nn
 
@@ -26,9 +25,9 @@ class Seen(NamedTuple):
 
     backward: bool
     microbatch: int  # of a forward pass; -1 before the first, and 0 backward
-    place: int  # of the chunk among those of all stages, in the order of the pass
-    order: int  # of the tensor among those that the rank has looked at
+    chunk: int  # in the order of the pass, and so its rank: ranks follow one another by stage
     rank: int
+    order: int  # of the tensor among those that the rank has looked at
     text: str
 
 
@@ -89,20 +88,18 @@ class Watch:
         self._looked += 1
         if tensor.isfinite().all():
             return
-        # chunks follow one another over the stages, backward from the last
-        stages = parallel_state.get_pipeline_model_parallel_world_size()
-        place = number * stages + parallel_state.get_pipeline_model_parallel_rank()
+        place = (number, self._rank)
         microbatch = self._microbatch[number]
         when = f"forward pass of microbatch {microbatch}"
         if backward:
-            place = -place
+            place = (-number, -self._rank)
             microbatch = 0
             when = "backward pass"
         elif microbatch < 0:
             when = "before the batch"
         kind = "NaN" if tensor.isnan().any() else "Inf"
         text = f"{kind} in {what}, {when} on rank {self._rank}, {tensor.dtype}"
-        seen = Seen(backward, microbatch, place, self._looked, self._rank, text)
+        seen = Seen(backward, microbatch, *place, self._looked, text)
         self.first = min(self.first, seen)
 
 

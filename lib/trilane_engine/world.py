@@ -26,12 +26,10 @@ CAPABILITY = {"bf16": ((8, 0), "fp16"), "fp8": ((8, 9), "bf16")}
 
 @dataclass(frozen=True, kw_only=True)
 class World:
-    """This process: rank of size, local_rank of local_size on this host, and its device."""
+    """This process: rank of size, and its device."""
 
     rank: int
     size: int
-    local_rank: int
-    local_size: int
     device: torch.device
 
     @property
@@ -111,11 +109,9 @@ def start_process_group(precision: str) -> World:
     world = World(
         rank=int(os.environ["RANK"]),
         size=int(os.environ["WORLD_SIZE"]),
-        local_rank=int(os.environ.get("LOCAL_RANK", "0")),
-        local_size=int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
         device=own_device(precision),
     )
-    torch.set_num_threads(threads(world.local_size))
+    torch.set_num_threads(threads(int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
     if world.device.type == "cuda":
         patches.bind_near(world.device.index)
     # Longer than the slowest work of one rank while the others wait, preparing a corpus on a shared

@@ -109,7 +109,7 @@ def test_a_node_that_answers_but_computes_wrong_is_broken(
         return out
 
     monkeypatch.setattr(torch, "mm", planted)
-    alone = World(rank=0, size=1, local_rank=0, local_size=1, device=torch.device("cpu"))
+    alone = World(rank=0, size=1, device=torch.device("cpu"))
     assert rates.wrong(alone) == found
 
 

@@ -120,7 +120,7 @@ def train(plan: Plan) -> tuple[list[dict[str, float]], list[dict[str, float]]]:
     o = plan.optimizer
     sizes = whole_sizes(plan.shape)
     w = {name: torch.nn.Parameter(initial_tensor(name, sizes[name], plan)) for name in sizes}
-    single = World(rank=0, size=1, local_rank=0, local_size=1, device=torch.device("cpu"))
+    single = World(rank=0, size=1, device=torch.device("cpu"))
     prefixes = prepare_all(plan.data, plan.shape)
     samples = samples_of(plan, single, prefixes)
     held_out = range(plan.validation_samples)

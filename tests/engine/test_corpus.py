@@ -45,7 +45,7 @@ def test_a_pair_made_for_megatron_is_used_as_it_is(tmp_path: Path) -> None:
     )  # one document of two sequences, as a sentence splitter leaves it
     builder.finalize(str(tmp_path / "given.idx"))
     prefix = str(tmp_path / "given")
-    lengths, largest = check_pair(prefix, 1000)
+    lengths, largest = check_pair(prefix)
     assert (lengths.sum(), largest) == (300, 299)
     elsewhere = str(tmp_path / "nowhere")  # the tokenizer that made it is not needed
     for source in (prefix, prefix + ".bin", prefix + ".idx"):

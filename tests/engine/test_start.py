@@ -119,9 +119,8 @@ def test_ranks_that_wait_in_vain_end_as_a_failed_rendezvous(monkeypatch) -> None
     from trilane_engine import world
 
     def printed(rank: int) -> str:
-        here = {"local_rank": 0, "local_size": 1, "device": torch.device("cpu")}
         with pytest.raises(HostError) as raised:
-            world._meet(world.World(rank=rank, size=4, **here))
+            world._meet(world.World(rank=rank, size=4, device=torch.device("cpu")))
         assert ending(str(raised.value).encode(), 0).status is Status.RENDEZVOUS
         return str(raised.value)
 

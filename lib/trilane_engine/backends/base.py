@@ -13,7 +13,6 @@ from megatron.core import parallel_state
 from torch import Tensor
 
 from trilane.config.plan import Plan
-from trilane.workspace.fingerprints import must_decay
 from trilane_engine.model import fused
 from trilane_engine.model.parameters import Piece, paired
 from trilane_engine.model.rng import seed_streams
@@ -148,7 +147,6 @@ class Engine:
         positions = torch.arange(plan.shape.seq_length, device=world.device)
         self._positions = positions.expand(t.mbs, -1)  # (mbs, seq_length)
         self._build()
-        audited(self.states, plan.optimizer.weight_decay)
 
     @property
     def replica(self) -> tuple[int, int]:
@@ -204,19 +202,6 @@ def build(plan: Plan, world: World) -> Engine:
     """
     module = importlib.import_module(f"trilane_engine.backends.{plan.engine.replace('-', '_')}")
     return module.build(plan, world)
-
-
-def audited(states: States, decay: float) -> None:
-    """AssertionError where the optimizer that a library built has a parameter in the wrong group,
-    or in none.
-    """
-    for piece, current in zip(states.pieces, states.decays(), strict=True):
-        if must_decay(piece.name, len(piece.shape)):
-            right = decay
-        else:
-            right = 0.0
-        is_right = current == right or (current is None and states.divided)
-        assert is_right, f"{piece.name} has weight decay {current}"
 
 
 def init_moments(optimizer: torch.optim.Optimizer, parameters: Iterable[Tensor]) -> None:

@@ -34,7 +34,7 @@ from trilane_engine.backends.base import (
     set_step,
     step_of,
 )
-from trilane_engine.model import context, rng, te
+from trilane_engine.model import context, te
 from trilane_engine.model.fused import DTYPES, apply, compiled
 from trilane_engine.model.gpt import (
     build_chunks,
@@ -97,14 +97,12 @@ class Megatron(Engine):
             settings.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
         self._schedule = get_forward_backward_func()
         self._not_finite = ""
-        self._draws = plan.layer is not None or max(plan.dropout.attention, plan.dropout.hidden) > 0
         norm = self._optimizer.get_grad_norm
         # the only place between the gradients and the update, which makes all weights NaN
         self._optimizer.get_grad_norm = lambda: self._examined(norm())
 
     def _step(self, microbatches: Sequence[Microbatch]) -> Step:
         self._batch = microbatches
-        self._random = rng.states() if self._draws else None
         self._zero_grad()
         scale = self._optimizer.get_loss_scale().item()
         losses = self._forward_backward(microbatches)
@@ -125,11 +123,9 @@ class Megatron(Engine):
         """The gradient norm; where it is not finite, the same on all ranks, the first such value is
         searched once.
 
-        The gradients are those of the repetition then.
+        The gradients are those of the repetition then, in which dropout draws anew.
         """
         if not math.isfinite(norm) and not self._not_finite:
-            if self._random:
-                rng.restore(self._random)
             self._zero_grad()
             with self._gathered():
                 self._not_finite = first_of(

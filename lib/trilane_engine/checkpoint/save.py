@@ -184,9 +184,7 @@ class Saver:
         entries = []
         for number in self._mine:
             piece = states.pieces[number]
-            # The shape in the file is the piece's, or flat where it is a part.
-            size = (len(held[number, KINDS[0]]),) if states.divided else piece.size
-            entries += [(f"{piece.name}/{kind}", size) for kind in KINDS]
+            entries += [(f"{piece.name}/{kind}", (len(held[number, kind]),)) for kind in KINDS]
         values = (held[number, kind] for number in self._mine for kind in KINDS)
         try:
             begins, files[name] = write_slices(folder / name, entries, values)

@@ -40,6 +40,7 @@ from trilane.workspace.prepared_corpora import (
 MAGIC = b"MMIDIDX\x00\x00"
 HEADER = struct.Struct("<9sQBQQ")
 DTYPES = {1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 8: np.uint16}
+SCANNED = 100_000_000  # ids, in under a second; the loader checks all
 SOURCE = "data.source"
 TOKENIZER = "data.tokenizer"
 # Names that tokenizers give the token which ends a document; the first one present is taken.
@@ -216,8 +217,8 @@ def write_pair(arrays: Iterable[np.ndarray], prefix: str, vocabulary: int) -> No
         index.write(np.arange(len(sizes) + 1, dtype=np.int64).tobytes())
 
 
-def check_pair(prefix: str, scanned: int = 1) -> tuple[np.ndarray, int]:
-    """(length of each sequence, largest id of the first `scanned`) of the pair; checks that header
+def check_pair(prefix: str) -> tuple[np.ndarray, int]:
+    """(length of each sequence, largest id of the first SCANNED) of the pair; checks that header
     and sizes agree.
 
     Raises ValueError where a file is missing, is no index, is truncated, or `.idx` describes
@@ -251,7 +252,7 @@ def check_pair(prefix: str, scanned: int = 1) -> tuple[np.ndarray, int]:
     # exist
     rule = f"has documents of {ends[-1]} sequences, and {sequences} in all"
     require(ends[-1] == sequences, SOURCE, index, rule)
-    ids = np.memmap(data, DTYPES[code], "r", 0, (size // item,))[:scanned]
+    ids = np.memmap(data, DTYPES[code], "r", 0, (size // item,))[:SCANNED]
     require(ids.min() >= 0, SOURCE, data, f"holds the negative token {ids.min()}")
     return lengths, int(ids.max())
 
@@ -273,14 +274,12 @@ def prepare(data: Data, shape: ModelShape) -> str:
     than a sample.
     """
     prefix = existing_pair(data.source)
-    scanned = 100_000_000  # of a given pair under a second's worth; the loader checks all
     if not prefix:
         coder = tokenizer(data.tokenizer)
         rule = f"tokenizer {shown(coder.name)} has {coder.vocab_size} ids; pad the vocabulary up"
         require(coder.vocab_size <= shape.vocab_size, "vocab_size", shape.vocab_size, rule)
         prefix = _prepared(data, coder)
-        scanned = 1
-    lengths, largest = check_pair(prefix, scanned)
+    lengths, largest = check_pair(prefix)
     needed = shape.seq_length + 1
     tokens = int(lengths.sum(dtype=np.int64))
     rule = f"has {tokens} tokens, one sample needs {needed}"

@@ -57,9 +57,7 @@ def join(plan: Plan, rank: int, recorder: Recorder) -> World:
     patches.join_fake_group(rank, size)
     if plan.cluster.gpu.kind == "cuda":
         _as_on_card(plan, recorder)
-    return World(
-        rank=rank, size=size, local_rank=rank % each, local_size=each, device=torch.device("cpu")
-    )
+    return World(rank=rank, size=size, device=torch.device("cpu"))
 
 
 # What a CPU computes in several steps, or keeps more of, and the kernel of CUDA that stands for it.
