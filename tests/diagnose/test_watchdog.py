@@ -14,11 +14,11 @@ from pathlib import Path
 
 import psutil
 import pytest
-import real_hangs
 from plans import changed, run_folder
 from plans import small_plan as small
-from support import small_plan, wait_until
+from support import REPOSITORY, small_plan, wait_until
 
+from trilane.launch.local import train_local
 from trilane.workspace import flight_recorder, heartbeat
 from trilane.workspace.heartbeat import (
     Heartbeat,
@@ -35,35 +35,40 @@ from trilane_diagnose.evidence import read_folder
 from trilane_diagnose.hang import diagnose_hang
 from trilane_diagnose.watchdog import Slowness
 
+PLANTED = REPOSITORY / "tests/planted"
+LIBRARY = {**os.environ, "PYTHONPATH": str(REPOSITORY / "lib")}  # of a child that needs trilane
+# also: lock-held pipe mismatch slow
+HANGS = os.environ.get("TRILANE_HANGS", "stopped exit").split()
+
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("uncounted_processes")
-@pytest.mark.parametrize(("kind", "single"), [("stopped", ["dp"]), ("exit", ["tp", "pp"])])
+@pytest.mark.parametrize("kind", HANGS)
 def test_a_real_training_that_hangs_is_dumped_judged_and_ended(
-    kind: str, single: list[str], data: Path, tmp_path: Path
+    kind: str, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two of the ten of docs/hangs.md, with gloo, in one or two dimensions of TP, PP and DP; below
-    is a third.
-    """
-    result = real_hangs.hang(kind, tmp_path / "run", data, **dict.fromkeys(single, 1))
-    assert result.outcome.rank == result.rank and result.stacks >= 4 // len(single) - 1, (
-        result.outcome.evidence
-    )
-    assert result.outcome.status == ("crashed" if kind == "exit" else "hang")
-    assert json.loads((tmp_path / "run" / "status.json").read_text())["rank"] == result.rank
-    assert result.rank in diagnose_hang(tmp_path / "run").suspects
+    """The megatron engine with gloo, TP 2 x PP 2."""
+    monkeypatch.setenv("PYTHONPATH", str(PLANTED), prepend=os.pathsep)
+    monkeypatch.setenv("TRILANE_PLANT", f"{kind} 2 3")
+    plan = small(data, iters=100_000, source="mock", tp=2, pp=2)
+    folder = run_folder(changed(plan, "run", hang_timeout_s=6.0), tmp_path / "run")
+    outcome = train_local(folder, show_progress=False, timeout_s=150)
+    assert (outcome.rank, read_status(folder).rank) == (2, 2), outcome.evidence
+    assert outcome.status == ("crashed" if kind == "exit" else "hang")
+    assert 2 in diagnose_hang(folder).suspects
 
 
-def paced(late: int, guilty: int = 3) -> dict[int, Heartbeat]:
-    """Four ranks that take 1 s on two hosts of two, of which one works 3 s longer; late so many
+def paced(late: int) -> dict[int, Heartbeat]:
+    """Four ranks that take 1 s on two hosts of two, of which rank 3 works 3 s longer; late so many
     times.
     """
-    usual = Pace(late=late, samples=4, usual_s=1.0, now_s=4.0)
     beats = {}
     for rank in range(4):
-        own = replace(usual, excess_s=(0.0, 3.0, 0.0, 0.0)) if rank == guilty else usual
-        facts = {"step": 30, "phase": "x", "time": 1.0, "pid": 7}
-        beats[rank] = Heartbeat(rank=rank, host="ab"[rank // 2], pace=own, **facts)
+        excess = (0.0, 3.0 * (rank == 3), 0.0, 0.0)
+        own = Pace(late=late, samples=4, usual_s=1.0, now_s=4.0, excess_s=excess)
+        beats[rank] = Heartbeat(
+            rank=rank, host="ab"[rank // 2], pace=own, step=30, phase="x", time=1.0, pid=7
+        )
     return beats
 
 
@@ -85,29 +90,24 @@ def test_a_slow_node_is_named_once_all_report_it_and_left_for_a_spare(
     slow = Slowness(tmp_path, plan, {"SLURM_JOB_NUM_NODES": str(3 + spares)})
     assert not (tmp_path / "save").exists(), "of an attempt that ended before"
 
-    def news(beats: dict[int, Heartbeat]) -> str:
+    def news(late: int) -> str:
+        beats = paced(late)
         return slow.news({rank: beats[rank] for rank in (0, 1)}, "77.0")
 
-    def report(start: str, beats: dict[int, Heartbeat]) -> None:
-        ranks = (beats[2], beats[3])
-        NodeReport(first=2, host="b", start=start, ranks=ranks).write(tmp_path)
+    def report(late: int) -> None:
+        ranks = (paced(late)[2], paced(late)[3])
+        NodeReport(first=2, host="b", start="77.0", ranks=ranks).write(tmp_path)
 
-    report("76.0", paced(LATE))
-    for late in (0, LATE - 1, LATE, LATE + 1):
-        assert news(paced(late)) == "", "the other node has not reported"
-    assert news(paced(0)) == ""
-    report("77.0", paced(LATE))
-    line = news(paced(LATE + 1))
-    where = f"SLOW since iteration {29 - LATE}: ranks 3 on b"
-    assert line.startswith(f"{where}, forward-compute takes 3 s longer; 4.0 times its usual 1 s")
+    for late in (0, LATE - 1, LATE, LATE + 1, 0):
+        assert news(late) == "", "the other node has not reported"
+    report(LATE)
+    line = news(LATE + 1)
+    assert line.startswith(f"SLOW since iteration {29 - LATE}: ranks 3 on b, forward-compute takes")
     assert advice in line
     assert slowness(tmp_path) == (line, ("b",)) and (tmp_path / "save").exists() is bool(spares)
-    assert news(paced(LATE + 2)) == ""
-    assert news(paced(0)) == "as fast as usual again, since iteration 30"
+    assert news(LATE + 2) == ""
+    assert news(0) == "as fast as usual again, since iteration 30"
     assert slowness(tmp_path) == ("", ()) and not (tmp_path / "save").exists()
-    report("77.0", paced(0))
-    assert news(paced(LATE + 1, guilty=1)) == ""
-    assert "ranks 1 " in news(paced(LATE + 2, guilty=1))
 
 
 STUCK = """
@@ -123,26 +123,25 @@ RECORDER = """
 import os, sys, time
 from pathlib import Path
 from trilane.workspace import flight_recorder as flight
-ranks, answer = Path(sys.argv[1]).parent, sys.argv[2]
-told = flight.environment(ranks, "0")
+told = flight.environment(Path(sys.argv[1]).parent, "0")
 pipe = told["TORCH_NCCL_DEBUG_INFO_PIPE_FILE"] + "0.pipe"
 os.mkfifo(pipe)
 end = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
 print("ready", flush=True)
 while not os.read(end, 128):
     time.sleep(0.05)
-if answer:
-    Path(told["TORCH_FR_DUMP_TEMP_FILE"] + "0").write_text(answer)
+if sys.argv[2]:
+    Path(told["TORCH_FR_DUMP_TEMP_FILE"] + "0").write_text(sys.argv[2])
 time.sleep(1000)
 """
-CALL = '{"entries": [{"process_group": ["0", "default_pg"], "collective_seq_id": 1, "profiling_name": "nccl:barrier"}]}'
+CALL = '{"entries": [{"process_group": ["0"], "profiling_name": "nccl:barrier"}]}'
 
 
 def captured(code: str, answer: str, folder: Path) -> Path:
     """The stacks of a run whose rank 0 runs the code."""
     (folder / "ranks").mkdir(exist_ok=True)
     command = [sys.executable, "-c", code, str(folder / "ranks" / "0.stack"), answer]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, env=real_hangs.library()) as child:
+    with subprocess.Popen(command, stdout=subprocess.PIPE, env=LIBRARY) as child:
         try:
             assert child.stdout is not None and child.stdout.readline() == b"ready\n"
             pid = b"%d %s" % (child.pid, place().split()[1])
@@ -187,28 +186,13 @@ def test_without_our_launcher_the_first_rank_of_a_node_starts_the_watchdog_and_i
     """As srun or a foreign torchrun start the engine: nobody of ours looks on from outside."""
     plan = changed(small(data, iters=100_000, source="mock", dp=2), "run", hang_timeout_s=5.0)
     folder = run_folder(plan, tmp_path / "run")
-    planted = str(Path(real_hangs.__file__).parent / "planted")
-    env = real_hangs.library()
-    env |= {
-        "PYTHONPATH": os.pathsep.join([env["PYTHONPATH"], planted]),
-        "TRILANE_PLANT": "pipe 1 3",
-    }
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--nproc-per-node=2",
-        "--master-port=0",
-        "--standalone",
-    ]
-    command += ["-m", "trilane_engine", str(folder / "plan.json")]
-    done = subprocess.run(
-        command, env=env | {"GLOO_SOCKET_IFNAME": "lo"}, capture_output=True, text=True, timeout=400
-    )
+    env = {**LIBRARY, "TRILANE_PLANT": "pipe 1 3", "GLOO_SOCKET_IFNAME": "lo"}
+    env["PYTHONPATH"] += f"{os.pathsep}{PLANTED}"
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2"]
+    command += ["--master-port=0", "--standalone", "-m", "trilane_engine", f"{folder}/plan.json"]
+    done = subprocess.run(command, env=env, timeout=400, check=False)
     outcome = read_status(folder)
-    assert (outcome.status, outcome.rank, done.returncode != 0) == ("hang", 1, True), done.stderr[
-        -2000:
-    ]
+    assert (outcome.status, outcome.rank, done.returncode != 0) == ("hang", 1, True)
     assert len(list((folder / "stacks").glob("*/rank_*.txt"))) == 2
 
 
@@ -228,7 +212,9 @@ def test_a_watchdog_answers_a_capture_and_ends_with_its_rank_while_it_waits_for_
     one.
     """
     (tmp_path / "plan.json").write_text(json.dumps(small_plan().to_json()))
-    env, host, asked = real_hangs.library(), place().split()[1], itertools.count()
+    env = LIBRARY
+    host = place().split()[1]
+    asked = itertools.count()
     pids = [place(), b"999999999 " + host] if has_exited else [place()]
     records = [heartbeat.create_record(tmp_path, env, rank) for rank in range(len(pids))]
     for record, pid in zip(records, pids, strict=True):
@@ -259,6 +245,4 @@ def test_a_watchdog_whose_rank_has_ended_before_it_began_ends_too(tmp_path: Path
     """It would hold the job's output open for ever."""
     (tmp_path / "plan.json").write_text(json.dumps(small_plan().to_json()))
     command = [sys.executable, "-m", "trilane_diagnose.watchdog", str(tmp_path), "999999999"]
-    assert (
-        subprocess.run(command, env=real_hangs.library(), timeout=120, check=False).returncode < 0
-    )
+    assert subprocess.run(command, env=LIBRARY, timeout=120, check=False).returncode < 0

@@ -1,4 +1,4 @@
-"""Ten ways to hang a real training, and one to lead it by hand, planted from outside: Python finds
+"""Six ways to hang a real training, and one to lead it by hand, planted from outside: Python finds
 it in PYTHONPATH.
 
 TRILANE_PLANT="kind rank iteration": the rank does it when it asks for the samples of that
@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 KIND, RANK, ITERATION = (os.environ.get("TRILANE_PLANT") or "none -1 0").split()
-FOREVER = 10_000
 
 
 class Later(importlib.abc.MetaPathFinder):
@@ -42,10 +41,6 @@ class Later(importlib.abc.MetaPathFinder):
 
         spec.loader.exec_module = executed  # type: ignore[method-assign]
         return spec
-
-
-def sleep() -> None:
-    time.sleep(FOREVER)
 
 
 def stop() -> None:
@@ -71,21 +66,8 @@ def read_a_pipe() -> None:
         path.read_text()
 
 
-def deadlock() -> None:
-    lock = threading.Lock()
-    lock.acquire()
-    lock.acquire()
-
-
 def leave() -> None:
     os._exit(0)
-
-
-def load_for_ever() -> None:
-    """A data loader whose worker never delivers."""
-    import queue
-
-    queue.Queue().get()
 
 
 def wait_for_leave(number: int) -> None:
@@ -97,13 +79,10 @@ def wait_for_leave(number: int) -> None:
 
 
 HERE = {
-    "sleep": sleep,
     "stopped": stop,
     "lock-held": hold_the_lock,
     "pipe": read_a_pipe,
-    "deadlock": deadlock,
     "exit": leave,
-    "data": load_for_ever,
 }
 
 
@@ -121,35 +100,32 @@ def plant_in_data(module: Any) -> None:
 
 
 def plant_in_engine(module: Any) -> None:
-    """`skip`: the rank leaves an iteration out. `mismatch`, `slow`: its first collective then is
-    another, or lasts.
-    """
+    """`mismatch`, `slow`: the rank's first collective then is another, or lasts."""
     import torch.distributed as dist
 
-    original, count = module.Megatron.step, [0]
+    original = module.Megatron.step
     all_reduce = dist.all_reduce
+    steps = 0
 
     def step(self: Any, *args: Any) -> Any:
-        count[0] += 1
-        if count[0] == int(ITERATION) and KIND == "skip":
-            return module.Step(loss=0.0, grad_norm=0.0, loss_scale=1.0, skipped=True)
+        nonlocal steps
+        steps += 1
         return original(self, *args)
 
     def other(tensor: Any, *args: Any, **options: Any) -> Any:
-        if count[0] == int(ITERATION) and KIND == "slow":
-            spin = time.monotonic() + FOREVER
-            while time.monotonic() < spin:
-                time.sleep(0.01)
         group = options.get("group")
+        is_now = steps == int(ITERATION)
+        if is_now and KIND == "slow":
+            while True:
+                time.sleep(0.01)
         # The gradient norm's group, tp x pp: where two disagree nobody could tell who of them is
         # wrong.
-        if count[0] == int(ITERATION) and KIND == "mismatch" and dist.get_world_size(group) == 4:
+        if is_now and KIND == "mismatch" and dist.get_world_size(group) == 4:
             return dist.barrier(group=group)
         return all_reduce(tensor, *args, **options)
 
     module.Megatron.step = step
-    if KIND in ("mismatch", "slow"):
-        dist.all_reduce = other
+    dist.all_reduce = other
 
 
 if os.environ.get("RANK") == RANK:
