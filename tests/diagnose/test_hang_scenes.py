@@ -8,8 +8,6 @@ it.
 """
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +16,6 @@ from dumps import faulthandler_text, pyspy_text, topology
 from job import Stack
 
 from trilane_diagnose.hang import diagnose_hang
-from trilane_diagnose.stacks import read_faults
 from trilane_diagnose.suspects import OPEN
 
 SCENES: dict[str, dict[str, Any]] = json.loads(Path(__file__).with_name("scenes.json").read_text())
@@ -59,50 +56,3 @@ def test_who_is_to_blame_is_named_or_it_is_said_that_stacks_cannot_show_it(
     assert all((OPEN not in reason) is sure for reason in verdict.reasons.values()), verdict.reasons
     assert named or OPEN in verdict.paragraph
     assert sure or verdict.exclude == ""
-
-
-# A backward pass within 60 others runs in a thread that C++ starts, as each of them does for a GPU.
-NESTED = """
-import faulthandler, os, sys
-import torch
-
-class Nested(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, depth):
-        ctx.depth = depth
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, gradient):
-        with torch.enable_grad():
-            x = torch.ones(1, requires_grad=True)
-            Nested.apply(x, ctx.depth - 1).backward() if ctx.depth else train()
-        return gradient, None
-
-def register_grad_ready(weight):
-    faulthandler.dump_traceback(sys.stdout)
-    sys.stdout.flush()
-    os._exit(0)
-
-def train():
-    weight = torch.ones(1, requires_grad=True)
-    weight.register_post_accumulate_grad_hook(register_grad_ready)
-    (2 * weight).sum().backward()
-
-Nested.apply(torch.ones(1, requires_grad=True), 60).backward()
-"""
-
-
-@pytest.mark.slow
-def test_a_hook_that_really_runs_in_a_thread_of_autograd_is_on_top_of_the_main_threads_backward() -> (
-    None
-):
-    done = subprocess.run(
-        [sys.executable, "-c", NESTED], capture_output=True, text=True, check=True
-    )
-    dump = read_faults(done.stdout)
-    assert [f.function for f in dump.frames[:3]] == [
-        "register_grad_ready",
-        "_engine_run_backward",
-        "backward",
-    ]
