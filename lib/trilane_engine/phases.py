@@ -1,5 +1,4 @@
-"""Phases: what this process is doing now, such as forward-compute, and their seconds on this rank
-and over ranks.
+"""Phases: what this process is doing now, such as forward-compute, and their seconds on this rank.
 
 The stack belongs to the process, which does one thing at a time: the hooks of the libraries know of
 no engine. A clock is read where the innermost phase changes: on a CPU the host's, on a GPU an event
@@ -16,7 +15,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 # The names that all engines share; the readers of logs know them. Time counts for the innermost
 # phase only.
@@ -93,7 +91,7 @@ def megatron_timers(pipeline: bool) -> Callable[..., SimpleNamespace]:
 
 
 class Timers:
-    """Seconds by phase since the last over_ranks(); each without the time of phases inside it."""
+    """Seconds by phase since the last taken(); each without the time of phases inside it."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -101,7 +99,7 @@ class Timers:
         self._seconds = Counter[str]()
         self._iterations = 0
         self._mark(current())
-        self.stop = subscribe(self._mark)
+        subscribe(self._mark)
 
     def _mark(self, name: str) -> None:
         self._marks.append((_event() if self._device.type == "cuda" else perf_counter(), name))
@@ -120,24 +118,15 @@ class Timers:
         self._marks.clear()
         self._mark(current())
 
-    def own(self) -> dict[str, float]:
-        """Phase -> seconds per iteration on this rank since the last over_ranks(); only phases that
+    def taken(self) -> dict[str, float]:
+        """Phase -> seconds per iteration on this rank since the last call; only phases that
         occurred.
         """
-        seconds = {name: self._seconds[name] / max(1, self._iterations) for name in NAMES}
-        return {name: spent for name, spent in seconds.items() if spent > 0}
-
-    def over_ranks(self) -> dict[str, tuple[float, float]]:
-        """Phase -> seconds an iteration since the last call, (min, max) over ranks. Collective."""
-        seconds = self.own()
-        mine = torch.tensor([seconds.get(name, 0.0) for name in NAMES], dtype=torch.float64)
-        both = torch.cat([mine, -mine]).to(self._device)
-        dist.all_reduce(both, op=dist.ReduceOp.MAX)
-        most, least = both.cpu().chunk(2)
+        count = max(1, self._iterations)
+        seconds = {name: self._seconds[name] / count for name in NAMES if self._seconds[name]}
         self._seconds.clear()
         self._iterations = 0
-        spread = zip(NAMES, (-least).tolist(), most.tolist(), strict=True)
-        return {name: (low, high) for name, low, high in spread if high > 0}
+        return seconds
 
 
 def _event() -> torch.cuda.Event:
@@ -160,9 +149,7 @@ def durations(marks: Sequence[tuple[Any, str]]) -> dict[str, float]:
     return dict(seconds)
 
 
-def timing_table(spread: Mapping[str, tuple[float, float]]) -> str:
-    """The table that Megatron-LM prints with --timing-log-option minmax, in milliseconds."""
-    lines = ["(min, max) time across ranks (ms):"]
-    for name, (low, high) in spread.items():
-        lines.append(f"    {(name + ' ').ljust(48, '.')}: ({1e3 * low:.2f}, {1e3 * high:.2f})")
-    return "\n".join(lines)
+def timing_line(seconds: Mapping[str, float]) -> str:
+    """The line that Megatron-LM prints with --timing-log-option max, in milliseconds."""
+    parts = [f"{name}: {1e3 * spent:.2f}" for name, spent in seconds.items()]
+    return " | ".join(["time (ms)", *parts])

@@ -18,7 +18,7 @@ from trilane.utils.files import Appended, replace_text
 from trilane.workspace import phase_times
 from trilane_engine import heartbeat
 from trilane_engine.backends.base import Step
-from trilane_engine.phases import Timers, timing_table
+from trilane_engine.phases import Timers, timing_line
 from trilane_engine.world import World
 
 Line = dict[str, Any]  # of steps.jsonl, one iteration
@@ -99,7 +99,6 @@ class TrainingLog:
 
     def write(self, line: Line, saving: bool = False) -> None:
         """Append the JSON line; print Megatron's every log_interval iterations and at the end.
-        Collective.
 
         While a save is being written (`saving`) an iteration says nothing about the run's pace.
         """
@@ -109,17 +108,17 @@ class TrainingLog:
         number = line["iteration"]
         is_due = number % self._run.log_interval == 0 or number == self._run.goal
         self._window.append(line)
-        written = line
+        seconds: dict[str, float] = {}
         if is_due and self._run.timers and self._timers:
-            self._phases.write(phase_times.line(number, self._timers.own()))
-            written = {**line, "timers": self._timers.over_ranks()}
+            seconds = self._timers.taken()
+            self._phases.write(phase_times.line(number, seconds))
         if self._writes:
-            self._steps.write(json.dumps(written).encode() + b"\n")
+            self._steps.write(json.dumps(line).encode() + b"\n")
             if is_due:
                 now = datetime.now()
                 print(megatron_line(self._window, self._run.train_iters, now), flush=True)
-            if "timers" in written:
-                print(timing_table(written["timers"]), flush=True)
+            if seconds:
+                print(timing_line(seconds), flush=True)
         if is_due:
             self._window.clear()
 

@@ -1,6 +1,6 @@
 """Engines, topologies and precisions that must reproduce the losses of one process, trained here.
 
-`python tests/engine/parity.py [ENGINE...] [--json]` trains the rows of these engines, else all.
+`python tests/engine/parity.py [ENGINE...]` trains the rows of these engines, else all.
 """
 
 import gc
@@ -285,22 +285,16 @@ def machine(cards: int, bf16: bool) -> Cluster:
 
 
 def main(argv: Sequence[str]) -> int:
-    """0 where every row is within its bound, else 1. Progress is on stderr."""
+    """0 where every row is within its bound, else 1."""
     # Waiting threads that spin take the core from other processes; libgomp reads this when torch is
     # imported.
     os.environ |= {"GOMP_SPINCOUNT": "1000", "GLOO_SOCKET_IFNAME": "lo"}
     os.environ |= {"TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
-    outcomes = []
-    engines = [name for name in argv if name != "--json"]
-    for outcome in verify(rows(engines or ENGINES)):
-        print(outcome, file=sys.stderr, flush=True)
-        outcomes.append(outcome)
-    results = [outcome for outcome in outcomes if isinstance(outcome, Result)]
-    if "--json" in argv:
-        facts = [{"row": r.row.label, "max_abs_diff": r.max_abs_diff, "ok": r.ok} for r in results]
-        print(json.dumps(facts, indent=2))
-    else:
-        print(*outcomes, sep="\n")
+    results = []
+    for outcome in verify(rows(argv or ENGINES)):
+        print(outcome, flush=True)
+        if isinstance(outcome, Result):
+            results.append(outcome)
     return int(not results or not all(result.ok for result in results))
 
 

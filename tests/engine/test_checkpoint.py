@@ -69,7 +69,6 @@ ZERO = "deepspeed-zero"
 OVERLAPS = {"overlap_grad_reduce": True, "overlap_param_gather": True}
 SAME = {
     "TP2 PP2 DP2 distributed optimizer": {"tp": 2, "pp": 2, "dp": 2, "zero": 1},
-    "PP2 interleaved fp16": {"pp": 2, "interleaving": 2, "precision": "fp16"},
     "DP2 both overlaps, bf16": {"dp": 2, "zero": 1, "precision": "bf16", **OVERLAPS},
     "ZeRO-3 TP2 DP2 fp16": {"engine": ZERO, "tp": 2, "dp": 2, "zero": 3, "precision": "fp16"},
     "HF ZeRO-3 DP2 full offload": {"engine": "hf-zero3", "dp": 2, "zero": 3, "offload": "full"},

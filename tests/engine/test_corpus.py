@@ -1,8 +1,6 @@
 """Text becomes Megatron's indexed dataset once, and bad text is refused in one line."""
 
 import json
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +10,6 @@ import pytest
 from plans import SHAPE
 
 from trilane.config.training import Data
-from trilane.launch.local import environment
 from trilane_engine.data.corpus import check_pair, prepare, write_pair
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # what megatron-core says while it is imported
@@ -56,21 +53,6 @@ def test_a_pair_made_for_megatron_is_used_as_it_is(tmp_path: Path) -> None:
     assert not (tmp_path / "data").exists()
 
 
-def test_a_warm_preparation_imports_no_torch(tmp_path: Path) -> None:
-    """The launcher prepares before each run; only the first one pays for the import."""
-    prepare(Data(source="mock", folder=str(tmp_path)), SHAPE)
-    code = (
-        "import sys; from trilane_engine.data.corpus import prepare; from trilane.config.plan import Data;"
-        "from plans import SHAPE; prepare(Data(source='mock', folder=sys.argv[1]), SHAPE);"
-        "assert 'torch' not in sys.modules"
-    )
-    env = environment(1)
-    env["PYTHONPATH"] += (
-        f":{Path(__file__).parent}:{Path(__file__).parents[1]}"  # plans, and support that it needs
-    )
-    subprocess.run([sys.executable, "-c", code, str(tmp_path)], env=env, check=True)
-
-
 def pair(at: Path, largest: int = 300) -> Path:
     write_pair([np.arange(largest + 1, dtype=np.int32)], str(at / "pair"), 60_000)
     return at / "pair"
@@ -103,9 +85,6 @@ BAD = {
     "empty": (of("empty.txt", b""), "is empty"),
     "latin": (of("latin.txt", TEXT.encode() + b"gr\xf6\xdfe"), "not text in UTF-8 (byte 602)"),
     "short": (of("short.txt", b"too short"), SHORT),
-    "no text": (of("rows.jsonl", b'{"text": "a"}\n{"txet": "b"}\n'), '"text": "..."} in UTF-8'),
-    "truncated index": (damaged(".idx", lambda b: b[:-5]), "57 bytes, its header requires 62"),
-    "no index": (damaged(".idx", lambda b: b"something else"), "is not a Megatron index"),
     "truncated": (damaged(".bin", lambda b: b[:-5]), "597 bytes, its index requires 602"),
     "beyond": (lambda at: str(pair(at, 512)), "the vocabulary ends before vocab_size=512"),
 }

@@ -1,13 +1,11 @@
 """Our tensors and those of transformers' models are one model under two sets of names."""
 
 import shutil
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-import parity
 import pytest
-from plans import SHAPE, changed, run_folder, small_plan, steps
+from plans import SHAPE
 
 from trilane.config.model import ModelShape
 from trilane.workspace.checkpoints import KINDS, name_of, read_manifest, write_manifest
@@ -100,42 +98,6 @@ def test_an_exported_model_has_our_logits(shape: ModelShape, tmp_path: Path) -> 
     assert (len(list((tmp_path / "model").glob("*.safetensors"))) > 2) == (shape.biases == "qkv")
     tokens = torch.arange(2 * 48).reshape(2, 48) * 7 % shape.vocab_size
     assert (logits(tmp_path / "model", tokens) - reference(ours, shape, tokens)).abs().max() < 1e-5
-
-
-SAMPLES = """
-import torch
-from trilane_engine.data.samples import SampleLoader
-batch = list(plan.batches(plan.run.train_iters - 1))[0]
-rows = SampleLoader(plan, world, (0, 1)).microbatches(batch)
-torch.save([(row.tokens, row.labels) for row in rows], PATH)
-"""
-
-
-@pytest.mark.slow
-def test_a_trained_checkpoint_is_a_model_of_transformers(
-    fork: Callable, ask: Callable, data: Path, tmp_path: Path
-) -> None:
-    """The loss of the last iteration belongs to the weights of the checkpoint before it, of two
-    stages of two ranks.
-    """
-    import torch
-    from transformers import LlamaForCausalLM
-
-    from trilane_engine.checkpoint.huggingface import main
-
-    plan = replace(small_plan(data, iters=5, source="mock", tp=2, pp=2), shape=parity.LLAMA)
-    folder = run_folder(changed(plan, "run", save_interval=4), tmp_path / "run")
-    fork(4, folder)
-    out = tmp_path / "model"
-    assert main([str(folder / "checkpoints" / name_of(4)), str(out), ""]) == 0
-    alone = replace(small_plan(data, iters=5, source="mock"), shape=parity.LLAMA)
-    ask(alone, f"PATH = {str(tmp_path / 'samples')!r}\n{SAMPLES}")
-    tokens, labels = map(torch.cat, zip(*torch.load(tmp_path / "samples"), strict=True))
-    model = LlamaForCausalLM.from_pretrained(out).eval()
-    with torch.no_grad():
-        scores = model(tokens).logits
-    loss = torch.nn.functional.cross_entropy(scores.flatten(0, 1), labels.flatten())
-    assert loss.item() == pytest.approx(steps(folder)[-1]["lm_loss"], abs=1e-5)
 
 
 def test_the_tokenizer_of_a_folder_is_that_of_the_training(tmp_path: Path) -> None:

@@ -147,10 +147,6 @@ def test_a_plan_holds_the_text_of_its_layer(data: Path, tmp_path: Path) -> None:
     (tmp_path / "plan.json").write_text(json.dumps({**plan.to_json(), "layer": "mine.py:Mixer"}))
     (tmp_path / "mine.py").write_text((HERE / "own_layers.py").read_text())
     assert read_plan(tmp_path).layer == Layer(name="mine.py:Mixer", source=plan.layer.source)
-    for layer, rule in (("gone.py:A", r"layer=.*gone.py: no such file"), ("mine.py:", "must be")):
-        (tmp_path / "plan.json").write_text(json.dumps({**plan.to_json(), "layer": layer}))
-        with pytest.raises(ValueError, match=rule):
-            read_plan(tmp_path)
 
 
 def test_a_class_of_a_notebooks_cell_travels_with_what_the_cell_defines() -> None:

@@ -22,11 +22,8 @@ RMS = {"normalization": "rmsnorm", "positions": "rotary", "activation": "swiglu"
 # fields of the shape, of the topology. The sizes have no common factor but what tp asks for, so
 # that no term can hide in another
 CASES: list[tuple[dict[str, Any], dict[str, Any]]] = [
-    ({"num_layers": 16}, {"tp": 4, "pp": 4}),
     ({"num_layers": 14, "tied_embeddings": False}, {"partition": EMBEDDING, "pp": 4}),
-    ({"num_layers": 2}, {"partition": EMBEDDING, "tp": 2, "pp": 4}),
     ({"num_layers": 16}, {"pp": 2, "interleaving": 2, "tp": 4}),
-    ({"num_layers": 16}, {"tp": 2, "pp": 2, "first_stage_layers": 5}),
     (
         {"num_layers": 12, "tied_embeddings": False},
         {"pp": 4, "interleaving": 2, "last_stage_layers": 6},
@@ -35,7 +32,6 @@ CASES: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({**RMS, "biases": "qkv", "num_key_value_heads": 2}, {"pp": 2}),
     ({"positions": "alibi", "embedding_layernorm": True, "activation": "gelu-tanh"}, {"tp": 4}),
     ({"positions": "none", "activation": "geglu", "num_key_value_heads": 1}, {"pp": 2}),
-    ({"activation": "relu", "ffn_hidden_size": 1088, "biases": "qkv"}, {"pp": 2}),
 ]
 
 

@@ -110,7 +110,6 @@ def test_training_with_dropout_goes_on_as_if_it_had_not_been_evaluated_also_afte
     fork(gpus, without)
     folder = run_folder(changed(plan, "run", exit_iteration=5), tmp_path / "run")
     fork(gpus, folder)
-    assert [at for at, _ in evaluations(folder)] == [4], "5 is where it stops, not where it ends"
     (folder / "plan.json").write_text(json.dumps(plan.to_json()))
     fork(gpus, folder)
     same = ("lm_loss", "grad_norm", "learning_rate")

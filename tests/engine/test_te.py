@@ -1,7 +1,5 @@
 """Transformer Engine, of which little can run here: what asks for it, which versions do."""
 
-import ast
-import inspect
 import re
 from contextlib import nullcontext
 from dataclasses import replace
@@ -54,13 +52,10 @@ def test_a_package_that_megatron_core_does_not_work_with_is_one_line(
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:full scope")
 def test_megatron_core_takes_what_it_is_given() -> None:
-    """Its settings as they are; its classes, which only CUDA can make, by the parameters in their
-    source.
-    """
+    """Its settings as they are; its classes need CUDA."""
     from trilane_engine.cpu import enable_cpu
 
     enable_cpu()
-    from megatron.core.extensions import transformer_engine
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     from trilane_engine.model import te
@@ -73,16 +68,3 @@ def test_megatron_core_takes_what_it_is_given() -> None:
     sizes = {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4}
     config = TransformerConfig(**sizes, bf16=True, **te.settings(plan))
     assert te.is_chosen(config) and config.tp_comm_overlap and config.fp8_recipe == "tensorwise"
-    parameters = {}
-    for kind in ast.parse(inspect.getsource(transformer_engine)).body:
-        for method in kind.body if isinstance(kind, ast.ClassDef) else ():
-            if isinstance(method, ast.FunctionDef):
-                given = [a.arg for a in (*method.args.args, *method.args.kwonlyargs)]
-                parameters[kind.name, method.name] = given
-    both = {"config", "init_method", "bias", "skip_bias_add", "is_expert", "tp_group"}
-    assert both | {"gather_output", "stride"} < {*parameters["TEColumnParallelLinear", "__init__"]}
-    assert both | {"input_is_parallel"} < {*parameters["TERowParallelLinear", "__init__"]}
-    given = ["query", "key", "value", "attention_mask", "attn_mask_type"]
-    assert parameters["TEDotProductAttention", "forward"][1:6] == given
-    norm = inspect.signature(transformer_engine.TENorm.__new__)
-    norm.bind(te.Norm, config=config, hidden_size=64, eps=1e-5)

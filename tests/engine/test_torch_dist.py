@@ -164,17 +164,6 @@ def reindexed(change: Callable) -> Callable:
     return apply
 
 
-def twice(tensors: dict, storage: dict, folder: Path) -> None:
-    """Half of the embedding two times, which is as many numbers as the whole has."""
-    import torch
-
-    held, rows = tensors[WORD], torch.zeros(256, 64)
-    place = append(folder / "__0_0.distcp", rows)
-    held.chunks = [replace(held.chunks[0], sizes=rows.size())] * 2
-    (info,) = (info for index, info in storage.items() if index.fqn == WORD)
-    info.offset, info.length = place
-
-
 def command(tensors: dict, storage: dict, folder: Path) -> None:
     (info,) = (info for index, info in storage.items() if index.fqn == WORD)
     info.offset, info.length = append(folder / "__0_0.distcp", Command(folder / "ran"))
@@ -196,12 +185,8 @@ EMBEDDING = "tensor=embedding.word_embeddings.weight"
 UNREADABLE = "checkpoint=AT: .metadata cannot be read"
 BAD = {
     "another width": (lambda at: None, {"hidden_size": 128}, f"{EMBEDDING}: has [512, 64]"),
-    "untied": (lambda at: None, {"tied_embeddings": False}, "tensor=output_layer.weight: is in"),
     "truncated": (cut, {}, "tensor=decoder.layers."),
-    "no data": (lambda at: (at / "__0_0.distcp").unlink(), {}, f"{EMBEDDING}: a chunk"),
     "another folder's": (elsewhere, {}, f"{UNREADABLE} (file=../../secret"),
-    "no pickle": (lambda at: (at / ".metadata").write_bytes(b"{}"), {}, UNREADABLE),
-    "a chunk twice": (reindexed(twice), {}, f"{UNREADABLE} (tensor=embedding.word_emb"),
     "a command as tensor": (reindexed(command), {}, f"{EMBEDDING}: a chunk cannot be read (Un"),
     "a command": (
         lambda at: (at / ".metadata").write_bytes(pickle.dumps(Command(at / "ran"))),

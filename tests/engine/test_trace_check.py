@@ -3,7 +3,6 @@ benchmarks/trace_check.py.
 """
 
 import sys
-from dataclasses import replace
 
 import pytest
 from support import REPOSITORY
@@ -12,7 +11,6 @@ from trilane.config.cluster import cluster
 from trilane.config.model import ModelShape
 from trilane.config.parallelism import Topology
 from trilane.config.plan import Plan
-from trilane.costmodel.expected import expected
 
 sys.path.insert(0, str(REPOSITORY / "benchmarks"))
 from trace_check import FAMILIES, check, limit
@@ -63,16 +61,3 @@ def test_the_real_engine_holds_computes_and_sends_what_the_formulas_say(name: st
         d.quantity for d in found
     }
     assert [d for d in found if abs(d.difference) > limit(d.quantity)] == []
-
-
-def test_an_iteration_sends_by_hand():
-    """TP 2 without sequences: 4 all-reduces a layer and microbatch, the embedding's, and the norm's
-    of gradients.
-    """
-    plan = plan_of("megatron")
-    plain = replace(
-        plan, topology=replace(plan.topology, sequence_parallel=False, recompute="none")
-    )
-    first = expected(plain, 0)
-    assert first["all-reduce tp count"] == 8 * (4 * 1 + 1)
-    assert first["send pp count"] == first["receive pp count"] == 8

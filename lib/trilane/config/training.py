@@ -158,7 +158,7 @@ class Run:
     log_interval: int = option(
         1, "iterations from one log line to the next", minimum=1, megatron="log-interval"
     )
-    timers: bool = option(False, "also log the seconds of each phase, (min, max) over ranks")
+    timers: bool = option(False, "also log the seconds of each phase on the last rank")
     seed: int = option(1234, "of the initial weights and the data order", megatron="seed")
     ramp: Ramp = option(Ramp, "ramp-up of the batch size")
     save_interval: int = option(

@@ -81,7 +81,7 @@ class Recorder(TorchDispatchMode):
         self._zeros: set[int] = set()  # storages whose scalar must read 0: no gradient is infinite
         self._now = ""
         self._hidden = False
-        self._stops = phases.subscribe(self._phase_changed)
+        phases.subscribe(self._phase_changed)
         self.begin()
 
     def begin(self) -> None:
