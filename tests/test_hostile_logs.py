@@ -249,7 +249,6 @@ LINES: dict[str, str] = {
     "a rank of 10,000 digits": f"[rank{'9' * 10_000}]: RuntimeError: x",
     "a world of 10,000 digits": f"using world size: {'9' * 10_000}, data-parallel-size: {'9' * 10_000}",
     "an argument of 4,000 digits": f"  seq_length ....... {'9' * 4000}",
-    "logging steps of 400 digits": f"  logging_steps ...... {'9' * 400}\n{{'loss': 1.5}}\n{{'loss': 1.4}}",
     "an iteration of 5,000 digits": STEP.format("9" * 5000, "1"),
     "a negative iteration": STEP.format(-5, "1"),
     "infinite and not a number": STEP.format(3, "1e400").replace("100.0", "nan"),

@@ -69,7 +69,6 @@ FAULTS = {
         "samples_per_second",
         SIZES + lines(step=10, ms=20000.0, more="samples per second: 2.000 | "),
     ),
-    "count of iterations": ("iteration", lines(batch=100, each=111)),
 }
 
 

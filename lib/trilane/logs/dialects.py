@@ -135,11 +135,6 @@ class Dialect:
         return {key.encode(): column_of(value) for key, value in self.fields.items()}
 
     @functools.cached_property
-    def family(self) -> frozenset[str]:
-        """The names of programs whose lines may stand in one run."""
-        return frozenset({self.name, *self.variants})
-
-    @functools.cached_property
     def is_blind(self) -> bool:
         """Whether its patterns do not look at digits: lines that differ in digits only then are
         read alike.
@@ -190,13 +185,11 @@ class Dialect:
         return _first(self.patterns(key), line)[0] is not None
 
     def variant(self, line: bytes) -> str:
-        """The name of the program that printed the iteration; "" where the line does not show which
-        of several.
-        """
+        """The name of the program that printed the iteration."""
         for name, pattern in self.variants.items():
             if re.search(pattern.encode(), line):
                 return name
-        return ""
+        return self.name
 
     def rest(self, line: bytes, seen: set[str]) -> list[Span]:
         """The further numbers of an iteration, on its line or on the next of its block, but for

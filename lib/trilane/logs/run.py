@@ -10,6 +10,7 @@ import numpy as np
 from trilane.logs import checks, endings
 from trilane.logs.arguments import Value
 from trilane.logs.checks import MOST_NUMBER, Problem
+from trilane.logs.dialects import dialects
 from trilane.logs.endings import Ending, Level
 from trilane.logs.places import excluded, place_of
 from trilane.logs.reading.blocks import blocks
@@ -142,9 +143,10 @@ def read_log(path: Path | str) -> RunLog:
 
 def _finish(run: PartialRun, path: Path) -> RunLog:
     """The RunLog of a run in `path`."""
-    columns = run.table.columns()
+    columns = run.iterations.columns()
     number_iterations(run, columns)
     counted = {name for name, rows in run.dialects.items() if rows} or {*run.dialects}
+    programs = {dialect.name: dialect.variant(run.last_line) for dialect in dialects()}
     notes = [*run.notes, checks.correct_units(columns)]
     status, evidence, end = _status(run, columns)
     _learn_places(run)
@@ -166,7 +168,7 @@ def _finish(run: PartialRun, path: Path) -> RunLog:
         memory=frame(columns_of(memory, names), ("rank", "iteration")),
         status=status,
         evidence=evidence,
-        dialect=" + ".join(sorted(counted)) or "unknown",
+        dialect=" + ".join(sorted(programs.get(name, name) for name in counted)) or "unknown",
         arguments=run.arguments,
         timers=frame(run.timers.columns(), ("iteration",)),
         devices=tuple(device for _, device in sorted(run.devices.items())),
@@ -178,7 +180,7 @@ def _finish(run: PartialRun, path: Path) -> RunLog:
         collectives=tuple(run.watchdogs.lines(places.world)) if status.has_failed else (),
         own=tuple(dict.fromkeys(run.own)),
         notes=tuple(filter(None, notes)),
-        problems=checks.problems(run, columns),
+        problems=tuple(checks.problems(columns, run.arguments)),
     )
 
 
@@ -200,8 +202,8 @@ def _status(run: PartialRun, columns: Columns) -> tuple[Status, str, Ending | No
     loss = NAN
     if run.rows:
         number = columns["iteration"][-1]
-        total = run.table.last("train_iters")
-        loss = run.table.last("lm_loss")
+        total = run.iterations.last("train_iters")
+        loss = run.iterations.last("lm_loss")
     is_done = number + 1 - run.first_iteration == total
     ends = run.endings
     if is_done:  # a run that the scheduler ended and that reached its last iteration was continued

@@ -79,7 +79,7 @@ class Facts:
             run.add_timers(row_of(spans, line))
         elif b"Effective Tera" in line:
             rate = re.search(rb"Effective Tera Flops per GPU: (\d+(?:\.\d*)?)", line)
-            if rate and run.iterations.rows:
+            if rate and run.rows:
                 run.iterations.change_last({"flops_per_s_per_gpu": float(rate[1]) * 1e12})
         elif own := OWN.search(line):
             if len(run.own) < MAX_OWN:

@@ -32,7 +32,6 @@ class Form:
 
     def __init__(self, line: bytes, spans: Sequence[Span], dialect: Dialect | None = None) -> None:
         self.dialect = dialect
-        self.name = ""
         columns = [span.column for span in spans]
         self._others: list[Span] = []
         plain: list[Span] = []
@@ -81,12 +80,11 @@ class Reader:
         self._words: list[tuple[bytes, str]] = []
         for dialect in self._tables:
             self._words += [(word.encode(), dialect.name) for word in dialect.words]
-        self._runs = Runs(every)
+        self._runs = Runs()
         self._forms: dict[bytes, Form | None] = {}  # None: of lines that hold nothing
         # where other digits may make it another line, or it is of several parts
         self._alone = Form(b"", ())
         self._open: Open | None = None
-        self._width = 0  # numbers of the last iteration
         self._facts = Facts()
         self._dicts = trainer_dicts.TrainerDicts(self._runs)
         self._waits = False  # whether the next line matters whatever it holds
@@ -130,7 +128,7 @@ class Reader:
         """Read a line of a known form."""
         row = form.row(line)
         if form.dialect:
-            self._runs.take(row, form.dialect, form.name, line)
+            self._runs.take(row, form.dialect, line)
         else:
             self.run.add_timers(row)
 
@@ -141,20 +139,13 @@ class Reader:
         text = line
         if b"\x1b" in line or b"\0" in line:
             text = ESCAPE.sub(b"", line)
-        text = text.rstrip(b"\r\n")
-        form: Form | None = None
-        bar = b""
-        parts = text.split(b"\r")  # a progress bar overwrites what is before it
-        for number, part in enumerate(parts, 1):
-            has_bar = len(parts) > 1 and trainer_dicts.BAR.search(part)
-            if bar and not has_bar and b"{'" in part:
-                part = bar + part
-            if has_bar:
-                bar = part[-1000:]
-            before = form
-            form = self._part(part, is_whole or number < len(parts))
-            if before or (form and (number > 1 or text != line)):
-                form = self._alone
+        # a progress bar overwrites what is before it
+        *parts, last = text.rstrip(b"\r").split(b"\r")
+        for part in parts:
+            self._part(part, True)
+        form = self._part(last, is_whole)
+        if parts or (form and text != line):
+            form = self._alone
         self._waits = bool(self._open or self._facts.traceback)
         return form
 
@@ -184,7 +175,7 @@ class Reader:
         spans = [] if matched else timers(line)
         is_launch = self._facts.is_launch(line)
         if is_launch:
-            self._runs.launch(line)
+            self._runs.launch()
         has_arguments = self._facts.arguments(line, self.run)
         has_numbers = self._facts.numbers(line, self.run)
         has_end = self._facts.end(line, self.run)
@@ -213,14 +204,10 @@ class Reader:
         self._end()
         if not is_whole:  # the last number may be cut
             spans = [span for span in spans if span.stop < len(line)]
-            if len(spans) < self._width:
-                return self._alone
-        self._width = len(spans)
         row = row_of(spans, line)
         form = Form(line, spans, dialect)
         if "iteration" not in row:
             return form
-        form.name = dialect.variant(line) or ("" if dialect.variants else dialect.name)
         self._open = Open(dialect, row, line)
         is_block = dialect.lines == "block"
         if not is_block or not is_whole:
@@ -234,7 +221,7 @@ class Reader:
         """Read a line of that dialect that is no iteration; whether it is one."""
         if dialect.matches("launch", line):
             self._end()
-            self._runs.launch(line)
+            self._runs.launch()
         elif dialect.matches("end", line):
             self._end()
             level = endings.Level.PLANNED
@@ -287,5 +274,4 @@ class Reader:
         """Read the iteration that is open, as far as it goes."""
         if opened := self._open:
             self._open = None
-            name = opened.dialect.variant(opened.line)
-            self._runs.take(opened.row, opened.dialect, name, opened.line)
+            self._runs.take(opened.row, opened.dialect, opened.line)

@@ -40,7 +40,7 @@ class PartialRun:
 
     def __init__(self, follows: bool = False) -> None:
         self.iterations = NumericTable()
-        self.companion = NumericTable()  # DeepSpeed's own steps
+        self.is_companion = False  # they are DeepSpeed's own steps, as nothing else prints any
         self.timers = NumericTable()
         self.validation = NumericTable()
         self.memory: dict[int, dict[str, float]] = {}
@@ -64,16 +64,9 @@ class PartialRun:
         self.printed: dict[float, float] = {}  # the last iteration of each source (NaN: not named)
 
     @property
-    def table(self) -> NumericTable:
-        """Its iterations, by DeepSpeed's own steps where nothing else prints any."""
-        if self.iterations.rows:
-            return self.iterations
-        return self.companion
-
-    @property
     def rows(self) -> int:
         """How many iterations were read."""
-        return self.table.rows
+        return self.iterations.rows
 
     @property
     def ends_at_launch(self) -> bool:
@@ -95,6 +88,9 @@ class PartialRun:
         value = row.get("lm_loss" if has_loss else "grad_norm", 0.0)
         if value != value:
             row = {**row, "nan": row.get("nan") or 1.0}
+        if self.is_companion:
+            self.iterations = NumericTable()
+            self.is_companion = False
         self.iterations.add(row)
         self.dialects[dialect] += 1
         if self.rank != self.rank:
@@ -131,7 +127,7 @@ class PartialRun:
         number = row["iteration"]
         before = self.printed.get(source)
         self.printed[source] = number
-        if not self.iterations.rows or not number <= self.iteration:
+        if self.is_companion or not self.rows or not number <= self.iteration:
             return True
         if source == source:
             # a source that lags behind another one, or begins after it, prints copies
@@ -155,19 +151,20 @@ class PartialRun:
         """Add DeepSpeed's own step, which counts as an iteration only where no other dialect
         reports any.
         """
-        if self.iterations.rows:
+        if self.rows and not self.is_companion:
             if "skipped_total" in row and "skipped" not in self.iterations:
                 self.iterations.change_last({"skipped_total": row["skipped_total"]})
-        elif self.companion.last("iteration") == row["iteration"]:
-            self.companion.change_last(row)
+        elif self.iterations.last("iteration") == row["iteration"]:
+            self.iterations.change_last(row)
         else:
-            self.companion.add(self.timed(row, time_s, "deepspeed"))
+            self.is_companion = True
+            self.iterations.add(self.timed(row, time_s, "deepspeed"))
             self.iteration = row["iteration"]
             self.last_line = line
 
     def restarts(self, row: Mapping[str, float]) -> bool:
         """Whether DeepSpeed's step shows that another run has begun."""
-        return not self.iterations.rows and row["iteration"] < self.companion.last("iteration")
+        return self.is_companion and row["iteration"] < self.iterations.last("iteration")
 
     def add_timers(self, row: dict[str, float]) -> None:
         """Add timers in seconds, printed after the last iteration. The last value counts."""
@@ -209,17 +206,15 @@ class PartialRun:
 class Runs:
     """The runs of a file, of which the last is the current one."""
 
-    def __init__(self, every: Sequence[Dialect]) -> None:
-        self._families = {name: dialect.family for dialect in every for name in dialect.family}
+    def __init__(self) -> None:
         self.all = [PartialRun()]
-        self._launches: set[bytes] = set()  # forms of lines of the current run's launch
 
     @property
     def run(self) -> PartialRun:
         """The current run."""
         return self.all[-1]
 
-    def take(self, row: dict[str, float], dialect: Dialect, name: str, line: bytes) -> None:
+    def take(self, row: dict[str, float], dialect: Dialect, line: bytes) -> None:
         """Give an iteration of a dialect, all of whose lines were read, to its run."""
         run = self.run
         rate = row.pop("iterations_per_second", 0.0)
@@ -238,9 +233,7 @@ class Runs:
             if printed_by == run.rank or printed_by != printed_by:
                 run.iterations.change_last(row)
             return
-        if not name:
-            name = next(iter(run.dialects.keys() & dialect.family), dialect.name)
-        self.step(run.timed(row, time_s, name), name, line, printed_by)
+        self.step(run.timed(row, time_s, dialect.name), dialect.name, line, printed_by)
         self.run.first_iteration = dialect.first_iteration
         if memory := {column: row[column] for column in MEMORY if column in row}:
             self.run.add_memory(memory, rank(line))
@@ -251,39 +244,31 @@ class Runs:
         """
         run = self.run
         is_next = run.accepts(row, source)
-        others = run.dialects.keys() - {"deepspeed"}
-        counted = {name for name in others if run.dialects[name]}
-        family = self._families.get(dialect, frozenset())
-        if counted and dialect not in counted and not others <= family:
+        counted = {name for name, rows in run.dialects.items() if rows}
+        if counted and dialect not in counted:
             # another reporter of the same run, such as a bar, repeats the number of the iteration
             is_next = False
             if run.iteration == row["iteration"]:
                 is_next = None
         if is_next is None:
-            if len(family) == 1:
-                run.dialects[dialect] += 0
-                run.iterations.fill(row)  # only the last stage has a loss
+            run.dialects[dialect] += 0
+            run.iterations.fill(row)  # only the last stage has a loss
             return
         if not is_next:
             self.begin()
         self.run.add(row, dialect, source, line)
 
-    def launch(self, line: bytes) -> None:
-        """Read a line of a launch: of another run where the current one has begun, or has failed
-        and repeats it.
-        """
-        form = line.translate(DIGITS)
-        self.begin(again=bool(self.run.endings) and form in self._launches)
-        self._launches.add(form)
+    def launch(self) -> None:
+        """Read a line of a launch: of another run where the current one has begun or ended."""
+        self.begin()
         self.run.launched = True
 
-    def begin(self, again: bool = False) -> None:
-        """Begin another run, unless the current one has nothing yet; `again`: its launch failed."""
-        if again or self.run.ends_at_launch:
+    def begin(self) -> None:
+        """Begin another run, unless the current one has nothing yet."""
+        if self.run.ends_at_launch:
             count = len(self.all)
             require(count < MAX_RUNS, "log", f"{count} runs", "its iterations do not rise")
             self.all.append(PartialRun(follows=True))
-            self._launches.clear()
 
     def _repeats(self, row: Mapping[str, float]) -> bool:
         """Whether the row has the number of the last iteration, and no later epoch."""

@@ -27,8 +27,6 @@ OTHER_BAR = re.compile(
     rb"[\w ]{0,40}:\s{0,9}\d{1,3}%\|"
 )
 STEPS = re.compile(rb"'global_step/max_steps': '(\d{1,15})/(\d{1,15})'")  # of ms-swift
-MAX_STEPS = 1 << 40
-UNNUMBERED = "the log does not number its iterations (no progress bar, no logging_steps)"
 Values = dict[str, float]
 
 
@@ -98,44 +96,36 @@ def _is_copy(values: Values, before: Values) -> bool:
     """Whether a dict is another node's or another reporter's copy of the one before, NaN where that
     lacks a value.
     """
-    is_copy = False
-    for name in COLUMNS:
-        old = before.get(name, NAN)
-        if name not in values or old != old:
-            continue
+    shared = [name for name in COLUMNS if name in values and before[name] == before[name]]
+    for name in shared:
         # LLaMA-Factory's own reporter prints the learning rate with five digits:
         # https://github.com/hiyouga/LLaMA-Factory/blob/main/src/llamafactory/train/callbacks.py
         digits = ".4e" if name == "learning_rate" else ""
-        if format(values[name], digits) != format(old, digits):
+        if format(values[name], digits) != format(before[name], digits):
             return False
-        is_copy = True
-    return is_copy
+    return bool(shared)
 
 
 def number_iterations(run: PartialRun, columns: Columns) -> None:
-    """Number the iterations whose dict had no step by those that have one, which are equally far
-    apart; where none has one, by `logging_steps` of a run from its start. Else no iteration has a
+    """Number the iterations whose dict had no step by those that have one, if these are equally far
+    apart, or where none has one by `logging_steps` of a run from its start; else no iteration has a
     number.
     """
     number = columns.get("iteration", np.empty(0))
-    is_lost = np.isnan(number)
-    if "hf-trainer" not in run.dialects or not is_lost.any():
+    at = np.flatnonzero(~np.isnan(number))
+    if "hf-trainer" not in run.dialects or len(at) == len(number):
         return
-    at = np.flatnonzero(~is_lost)
-    given = run.arguments.get("logging_steps")
-    others = (run.arguments.get("resume_from_checkpoint"), run.arguments.get("logging_first_step"))
     every = first = NAN
+    given = run.arguments.get("logging_steps")
     if len(at) > 1:
         every = (number[at[-1]] - number[at[0]]) / (at[-1] - at[0])
         first = number[at[0]] - every * at[0]
-    elif type(given) is int and given < MAX_STEPS and not any(others):
+    elif isinstance(given, int) and not run.arguments.get("resume_from_checkpoint"):
         every = first = float(given)
     steps = first + every * np.arange(len(number))
     is_regular = every >= 1 and every % 1 == 0 and first > 0 and first % every == 0
-    if not is_regular or not (steps == number)[~is_lost].all():
+    if not is_regular or not (steps == number)[at].all():
         steps = np.full(len(number), NAN)
-        run.notes.append(UNNUMBERED)
         if "sec_per_it" in columns:
             columns["sec_per_it"] = steps
     columns["iteration"] = steps
-    run.iteration = float(steps[-1])
