@@ -143,7 +143,7 @@ def test_each_run_is_printed_with_its_numbers_its_ending_and_its_problems(tmp_pa
         "wrong.log: completed (megatron-2021)",
     ]
     assert lines[1] == "  Iterations 10, First 1, Last 10, Sec/it 1, TFLOPs 12.18, Loss 1"
-    assert lines[-1].startswith("  problem: learning_rate: 7 at iteration ")
+    assert lines[-1].startswith("  problem: learning_rate: 7: a ")
 
 
 def test_rows_are_sorted_by_any_column_and_what_has_no_value_is_last(folder, capsys):
