@@ -134,7 +134,10 @@ def test_memory_and_loss_are_those_of_the_ranks_that_have_them(tmp_path):
 def test_a_unit_that_changes_under_its_label_is_put_right(tmp_path):
     back = [2000.0 if i < 20 or i >= 40 else 2.0 for i in range(1, 60)]
     (log,) = runs(tmp_path, "".join(m2021(i, 100, ms=ms) for i, ms in enumerate(back, 1)))
-    assert set(log.iterations["sec_per_it"]) == {2.0} and "sec_per_it was corrected in 20" in log.notes[0]
+    assert (
+        set(log.iterations["sec_per_it"]) == {2.0}
+        and "sec_per_it was corrected in 20" in log.notes[0]
+    )
     wrong = m2022(3).replace("(s): 700.00", "(s): 700000.00")
     assert list(runs(tmp_path, m2022(2) + wrong)[0].iterations["sec_per_it"]) == [700.0, 700.0]
     per_ms = m2021(1, ms=384505.8, b=2048).replace(
