@@ -112,7 +112,7 @@ class Places:
     world: int = 0
     size: int = 0
     has_groups: bool = False  # of tensor or pipeline parallelism
-    # a process on each node starts its ranks: a task of srun is none of these
+    # a process on each node starts its ranks, or ranks are numbered otherwise: no task is a rank
     has_launchers: bool = False
     nodes: dict[int, str] = field(default_factory=dict)  # of ranks
     nccl: dict[int, str] = field(default_factory=dict)  # of ranks of the largest communicator
@@ -120,6 +120,9 @@ class Places:
 
     def see(self, place: Place, line: bytes) -> None:
         """Learn from a line about an end."""
+        rank = place.rank if place.rank_known > Known.ASSUMED else None
+        if rank is not None and len(place.tasks) == 1 and place.tasks[0] != rank:
+            self.has_launchers = True
         if not place.node or "[" in place.node:
             return
         # the node that ran what the line numbers
@@ -127,8 +130,8 @@ class Places:
         if is_own or b"srun: error: " in line:
             for task in place.tasks:
                 _add(self.tasks, task, place.node)
-        if place.rank is not None and place.rank_known > Known.ASSUMED and is_own:
-            _add(self.nodes, place.rank, place.node)
+        if rank is not None and is_own:
+            _add(self.nodes, rank, place.node)
 
     def listed(self, rank: int, host: str) -> None:
         """Learn from an entry of torchrun's table of failures."""

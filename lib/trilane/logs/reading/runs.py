@@ -3,7 +3,7 @@ of a run, a copy of another rank's, or the first of another run.
 """
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from trilane.logs.arguments import Value
