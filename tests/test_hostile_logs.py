@@ -100,12 +100,10 @@ def calls(state: str = "started", last: int = 5) -> list[dict[str, Any]]:
 
 
 def damaged(**changes: Any) -> bytes:
-    """Rank 0's recording as JSON, with fields of its one group, its status and its entries
-    replaced.
-    """
+    """Rank 0's recording as JSON, with fields of its one group and its entries replaced."""
     values = json.loads(recording(calls(), {"dp": [0, 1]}, as_json=True))
     for name, value in changes.items():
-        if name in ("pg_config", "pg_status", "entries"):
+        if name in ("pg_config", "entries"):
             values[name] = value
         elif name == "ranks":
             values["pg_config"]["dp"][name] = value
