@@ -45,7 +45,7 @@ LOST_NODE = (
 )
 # the share of the median of a node that was slow in an earlier test: the ledger does not have it
 SLOW_SHARE = 0.5
-PROBE_S = 5.0  # in which a slurmd takes a connection
+PROBE_S = 5.0  # in which a slurmd that is restarting takes connections again
 
 
 def job_nodes(env: Mapping[str, str] = os.environ) -> list[str]:
@@ -193,7 +193,7 @@ def _replace_failed(
         ledger.note(folder, "replaced", job, nodes=list(faulty), iteration=iteration(folder))
     else:
         with contextlib.suppress(ValueError):
-            requeue(job, len(every), list(faulty))
+            requeue(job, len(every), list(faulty) if test or reported else [])
     return outcome
 
 
@@ -369,24 +369,27 @@ def _dead(folder: Path, job: str, nodes: Sequence[str]) -> list[str]:
 
 
 def unreachable(nodes: Sequence[str]) -> list[str]:
-    """The nodes whose slurmd takes no TCP connection; for use inside the job.
+    """The nodes whose slurmd takes no TCP connection within PROBE_S; for use inside the job.
 
-    All at once, after one question to the controller, which may limit requests to 2 a second. Not
-    found: a node that is frozen, whose kernel may still accept for it. Empty where none accepts:
-    then the network of this node is at fault.
+    All at once, after one question to the controller, which may limit requests to 2 a second. A
+    refusal is tried again: slurmd may be restarting. Not found: a node that is frozen, whose kernel
+    may still accept for it. Empty where none accepts: then the network of this node is at fault.
     """
     shown = client.call(["scontrol", "show", "node", "-o", ",".join(nodes)])
     config = client.call(["scontrol", "show", "config"])
     usual_port = _field(re.sub(" += ", "=", config), "SlurmdPort")
     lines = {_field(f" {line}", "NodeName"): line for line in shown.splitlines()}
+    end = time.monotonic() + PROBE_S
 
     def is_dead(node: str) -> bool:
         line = lines.get(node, "")
         address = _field(line, "NodeAddr") or node
         port = _field(line, "Port") or usual_port  # a node shows only a port of its own
-        with contextlib.suppress(OSError, ValueError):
-            socket.create_connection((address, int(port)), PROBE_S).close()
-            return False
+        while (left_s := end - time.monotonic()) > 0:
+            with contextlib.suppress(OSError, ValueError):
+                socket.create_connection((address, int(port)), left_s).close()
+                return False
+            time.sleep(0.5)
         return True
 
     with ThreadPoolExecutor(max(1, len(nodes))) as pool:

@@ -153,11 +153,12 @@ def test_one_step_tests_all_nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.parametrize(("dead", "found"), [("", ""), ("23", "23"), ("123", "")])
 def test_only_nodes_whose_slurmd_takes_no_connection_are_dead_and_never_all(
-    dead: str, found: str, commands: Commands
+    dead: str, found: str, commands: Commands, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where none does, the network of the node that asks is at fault. A node may have no port of
     its own.
     """
+    monkeypatch.setattr(nodes, "PROBE_S", 1.0)
     with socket.create_server(("127.0.0.1", 0)) as slurmd, socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))
         usual = slurmd.getsockname()[1]
