@@ -74,7 +74,7 @@ def iterated(samples: int, seconds: float, by_phase: Mapping[str, float]) -> Non
     """Record the pace after an iteration of so many samples, with this rank's seconds by phase."""
     for heartbeat in _beats:
         pace = heartbeat.meter.add(samples, seconds, by_phase)
-        heartbeat.process = place() + b" " + pace.encode()
+        heartbeat.process = {**place(), "pace": vars(pace)}
         heartbeat.beat(phases.current())
 
 

@@ -15,12 +15,11 @@ from trilane.config.batch_rampup import Batch
 from trilane.config.plan import Plan
 from trilane.config.training import Run
 from trilane.utils.files import read_text
-from trilane.workspace import storage
 from trilane.workspace.checkpoints import FOLDER, name_of
 from trilane.workspace.continuation import since
 from trilane.workspace.heartbeat import SAVE
 from trilane.workspace.pace import RESTART
-from trilane.workspace.run import NOT_FINITE, cut_steps
+from trilane.workspace.run import NOT_FINITE, NOT_SAVED, cut_steps
 from trilane.workspace.status import RunStatus, Status, write_status
 from trilane_engine import heartbeat
 from trilane_engine.backends.base import build
@@ -240,12 +239,13 @@ class Training:
             return
         problem = ""
         if saved.problem:
-            problem = f"{storage.NOT_SAVED}: {saved}; the newest is {self._saved or 'none'}"
+            problem = f"CHECKPOINT NOT SAVED: {saved}; the newest is {self._saved or 'none'}"
         else:
             self._saved = saved.name
         self._print(problem or str(saved))
         if self._world.is_first:
-            storage.note(self._folder, problem)
+            with contextlib.suppress(OSError):  # where the disk is full only run.log has it
+                (self._folder / NOT_SAVED).write_text(problem, encoding="utf-8")
 
     def _end(self, request: StopRequest) -> None:
         """Print and record whether the run completed, or what stopped it and the newest

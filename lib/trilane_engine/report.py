@@ -91,11 +91,11 @@ class TrainingLog:
         self._run = plan.run
         self._writes = world.is_last
         self._window = list[Line]()
-        self._steps = Appended(folder / "steps.jsonl", print_note)
-        self._evaluations = Appended(folder / "validation.jsonl", print_note)
+        self._steps = Appended(folder / "steps.jsonl")
+        self._evaluations = Appended(folder / "validation.jsonl")
         self._timers = Timers(world.device) if plan.run.timers or plan.run.hang_timeout_s else None
         (folder / "ranks").mkdir(exist_ok=True)
-        self._phases = Appended(folder / "ranks" / f"{world.rank}.phases", print_note)
+        self._phases = Appended(folder / "ranks" / f"{world.rank}.phases")
 
     def write(self, line: Line, saving: bool = False) -> None:
         """Append the JSON line; print Megatron's every log_interval iterations and at the end.

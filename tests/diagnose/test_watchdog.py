@@ -144,9 +144,8 @@ def captured(code: str, answer: str, folder: Path) -> Path:
     with subprocess.Popen(command, stdout=subprocess.PIPE, env=LIBRARY) as child:
         try:
             assert child.stdout is not None and child.stdout.readline() == b"ready\n"
-            pid = b"%d %s" % (child.pid, place().split()[1])
             record = heartbeat.create_record(folder, {}, 0)
-            record[:] = encode(3, "", time.time(), pid)
+            record[:] = encode(3, "", time.time(), {**place(), "pid": child.pid})
             return capture.capture(folder, small_plan())
         finally:
             child.kill()
@@ -213,9 +212,8 @@ def test_a_watchdog_answers_a_capture_and_ends_with_its_rank_while_it_waits_for_
     """
     (tmp_path / "plan.json").write_text(json.dumps(small_plan().to_json()))
     env = LIBRARY
-    host = place().split()[1]
     asked = itertools.count()
-    pids = [place(), b"999999999 " + host] if has_exited else [place()]
+    pids = [place(), {**place(), "pid": 999999999}] if has_exited else [place()]
     records = [heartbeat.create_record(tmp_path, env, rank) for rank in range(len(pids))]
     for record, pid in zip(records, pids, strict=True):
         record[:] = encode(3, "x", time.time(), pid)

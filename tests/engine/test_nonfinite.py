@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from plans import SHAPE, run_folder, small_plan
 
-from trilane.workspace.run import not_finite
+from trilane.workspace.run import NOT_FINITE, alarm
 
 # The worker's program, with a fault in the second iteration: of the rank's `modules`, by their
 # names in the model.
@@ -83,4 +83,4 @@ def test_the_first_value_that_is_not_finite_is_named(
     (line,) = (line.removeprefix("trilane: ") for line in lines)
     assert line.startswith("NOT FINITE since iteration 2: ") and wanted in line
     assert line in json.loads((folder / "status.json").read_text())["evidence"]
-    assert line == not_finite(folder), "what `slurm status` shows while it runs"
+    assert line == alarm(folder, NOT_FINITE), "what `slurm status` shows while it runs"

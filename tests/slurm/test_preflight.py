@@ -3,6 +3,7 @@
 from collections.abc import Callable, Collection
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -33,7 +34,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(client, "is_installed", lambda: True)
     monkeypatch.setattr(client, "require_answer", lambda: None)
     monkeypatch.setattr(client, "test_only", lambda script: None)
-    monkeypatch.setattr(checks, "available", lambda _: (1e15, 1e9))
+    monkeypatch.setattr(checks.shutil, "disk_usage", lambda _: SimpleNamespace(free=1e15))
     (tmp_path / "run").mkdir()
     return tmp_path / "run"
 
@@ -196,7 +197,8 @@ def test_what_the_nodes_lack_is_refused(folder: Path, monkeypatch: pytest.Monkey
     for p, wanted in ((plan(), [REFUSAL]), (plan(topology={"dp": 2}), [])):
         assert levels(preflight.check_job(p, here, request, Run(folder)), "shared") == wanted
     for free, wanted in ((30e9, [REFUSAL]), (60e9, [])):
-        monkeypatch.setattr(checks, "available", lambda _, free=free: (free, 0))
+        usage = SimpleNamespace(free=free)
+        monkeypatch.setattr(checks.shutil, "disk_usage", lambda _, usage=usage: usage)
         assert levels(findings(folder, plan()), "disk") == wanted
     completed = RunStatus(status="completed", evidence="", rank=None, exit_code=0, seconds=1.0)
     write_status(folder, completed)

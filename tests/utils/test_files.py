@@ -62,21 +62,16 @@ def test_the_end_of_a_file_is_read_alone_and_a_missing_one_is_empty(tmp_path: Pa
         read_text(tmp_path)
 
 
-def test_what_a_full_disk_refuses_is_written_in_order_once_there_is_room_and_reported_once(
-    tmp_path: Path,
-) -> None:
-    notes: list[str] = []
+def test_what_a_full_disk_refuses_is_written_in_order_once_there_is_room(tmp_path: Path) -> None:
     (tmp_path / "x").symlink_to("/dev/full")
-    file = Appended(tmp_path / "x", notes.append)
+    file = Appended(tmp_path / "x")
     for number in range(5):
         file.write(b"line %d\n" % number)
-    assert len(notes) == 1 and notes[0].startswith("x cannot be written (No space left on device)")
     (tmp_path / "x").unlink()
     file.write(b"line 5\n")
     assert (tmp_path / "x").read_bytes() == b"".join(b"line %d\n" % number for number in range(6))
-    assert len(notes) == 2 and "can be written again" in notes[1]
     with pytest.raises(OSError, match="No such file"):
-        Appended(tmp_path / "gone/x", print).write(b"line")
+        Appended(tmp_path / "gone/x").write(b"line")
 
 
 def test_what_a_process_prints_on_a_full_disk_is_kept_for_later(tmp_path: Path) -> None:

@@ -76,7 +76,7 @@ def test_a_heartbeat_is_read_on_its_node_and_elsewhere_by_the_report(
 def test_a_heartbeat_of_a_process_that_no_signal_may_reach_is_damaged(
     pid: int, tmp_path: Path, base: Path
 ) -> None:
-    create_record(tmp_path, ENV, 0)[:] = encode(1, "x", 0.5, f"{pid} n1".encode())
+    create_record(tmp_path, ENV, 0)[:] = encode(1, "x", 0.5, {"pid": pid, "host": "n1"})
     assert not own_beats(tmp_path, ENV)
 
 
@@ -152,7 +152,7 @@ def test_a_change_of_phase_is_progress_and_the_rank_without_is_named(
     node.beat(0, step=5, phase="backward")
     assert (
         node.stalls_after(90)
-        and node.stall.cause(3) == "no progress for 100 s: rank 1 in iteration 5, forward"
+        and node.stall.cause(3) == "no progress for 180 s: rank 1 in iteration 5, forward"
     )
 
 
@@ -164,9 +164,8 @@ def test_a_rank_that_has_exited_stalls_the_others_until_all_have(
     node.beat(0, pid=999_999_999)
     node.beat(1)
     monkeypatch.setattr(heartbeat, "process_state", lambda pid: "gone" if pid > 2 else "S")
-    assert node.stalls_after(101) and node.stall.cause(2).endswith(
-        "rank 0 in iteration 7, forward, which has exited"
-    )
+    assert node.stalls_after(101)
+    assert node.stall.cause(2).endswith("which has exited or does not answer")
     node.beat(1, pid=999_999_998)
     assert not node.stalls_after(101)
 
@@ -176,7 +175,7 @@ def test_a_rank_that_never_began_is_named(tmp_path: Path, monkeypatch: pytest.Mo
     assert node.stalls_after(1050)
     node.beat(0, 2, step=1)
     assert node.stalls_after(1050)
-    assert node.stall.cause(3) == "no progress for 200 s: rank 1 before its first heartbeat"
+    assert node.stall.cause(3) == "no progress for 1050 s: rank 1 before its first heartbeat"
 
 
 def test_the_rank_that_has_stood_still_longest_is_named_on_whichever_node(
@@ -189,10 +188,10 @@ def test_the_rank_that_has_stood_still_longest_is_named_on_whichever_node(
     node.beat(0, 1, step=7)
     assert node.stalls_after(1001)
     later, earlier = report(2, 7, 7, idle_s=1003.0), report(4, 8, 6, host="n2", idle_s=1.0)
-    named = "no progress for 1000 s: rank {} in iteration {}, x"
+    named = "no progress for 1001 s: rank {} in iteration {}, x"
     assert node.stall.cause(4, [later], {"n1"}) == named.format(2, 7)
     assert node.stall.cause(6, [later, earlier], {"n1", "n2"}) == named.format(5, 6)
     assert (
         node.stall.cause(6, [later, earlier], {"n2"})
-        == f"{named.format(2, 7)} on n1, which does not answer"
+        == f"{named.format(2, 7)} on n1, which has exited or does not answer"
     )

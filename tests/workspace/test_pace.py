@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from trilane.workspace.pace import LATE, PaceMeter, decode, note, slowness
+from trilane.workspace.pace import LATE, PaceMeter, note, slowness
 
 
 def late(*seconds: float, samples: tuple[int, ...] = ()) -> int:
@@ -14,7 +14,7 @@ def late(*seconds: float, samples: tuple[int, ...] = ()) -> int:
     meter = PaceMeter()
     for number, time in enumerate(seconds):
         pace = meter.add((samples or (8,) * len(seconds))[number], time, {"forward-compute": time})
-    return decode(pace.encode().decode().split()).late
+    return pace.late
 
 
 USUAL = (1.0, 1.02, 0.98) * 10

@@ -2,6 +2,7 @@
 storage and time.
 """
 
+import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -20,7 +21,6 @@ from trilane.workspace.checkpoints import checkpoint_bytes, found_in
 from trilane.workspace.continuation import require_continuable
 from trilane.workspace.prepared_corpora import BUILT_IN, existing_pair, unprepared
 from trilane.workspace.run import Run
-from trilane.workspace.storage import available
 
 REFUSAL = "refusal"
 WARNING = "warning"
@@ -238,7 +238,7 @@ def storage(job: JobCheck) -> Findings:
     """
     limits = job.plan.run
     place = next(folder for folder in (job.folder, *job.folder.parents) if folder.exists())
-    free_bytes, _ = available(place)
+    free_bytes = shutil.disk_usage(place).free
     saves = 0
     if limits.save_interval:
         saves = limits.goal // limits.save_interval

@@ -21,8 +21,8 @@ from trilane.utils.files import read_text
 from trilane.utils.folder_lock import FolderLock
 from trilane.utils.tables import DataFrame, Table, as_json, frame_of, short
 from trilane.utils.validation import require
-from trilane.workspace import pace, storage
-from trilane.workspace.run import Run, not_finite
+from trilane.workspace import pace
+from trilane.workspace.run import NOT_FINITE, NOT_SAVED, Run, alarm
 from trilane.workspace.status import RunStatus, Status, verdict
 
 # for the lock of a folder, which a submission holds for a second or two
@@ -338,8 +338,8 @@ def _verdict(run: Run, job: JobState) -> RunStatus:
         return status_of(Status.WAITING, job.reason)
     if not job.has_ended:
         slow, nodes = pace.slowness(run.folder)
-        alarms = filter(None, (not_finite(run.folder), storage.trouble(run.folder), slow))
-        evidence = "; ".join(alarms) or "".join(_tail(run.folder / "run.log", 1))
+        alarms = [alarm(run.folder, NOT_FINITE), alarm(run.folder, NOT_SAVED), slow]
+        evidence = "; ".join(filter(None, alarms)) or "".join(_tail(run.folder / "run.log", 1))
         return replace(status_of(Status.RUNNING, evidence), exclude=",".join(nodes))
     # the files in the folder are of the last job that started, ended or was refused there
     events = run.events("started", "ended", "refused")

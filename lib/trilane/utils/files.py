@@ -81,19 +81,16 @@ def append_line(path: Path, line: str) -> None:
 
 
 class Appended(io.RawIOBase):
-    """A file, or the stream of a descriptor, that outlasts a full disk: Appended(path,
-    print).write(b"line").
+    """A file, or the stream of a descriptor, that outlasts a full disk: Appended(path).write(b"x").
 
     What the disk refuses waits in memory, and is written with the next piece that it takes; in a
-    file nothing is ever in halves. `report` receives a line when writing fails and when it works
-    again. Any other OSError is raised.
+    file nothing is ever in halves. Any other OSError is raised.
     """
 
-    def __init__(self, file: Path | int, report: Callable[[str], None] = lambda text: None):
+    name = "appended"  # which io.TextIOWrapper wants
+
+    def __init__(self, file: Path | int):
         self._file = file
-        self._report = report
-        self._problem = ""
-        self.name = file.name if isinstance(file, Path) else f"<{file}>"
         self.waiting = b""
 
     def writable(self) -> bool:
@@ -107,16 +104,6 @@ class Appended(io.RawIOBase):
     def write(self, data: Any) -> int:
         """Append `data`, after what waits, as far as the disk takes it."""
         self.waiting += bytes(data)
-        before = self._problem
-        self._problem = self._write()
-        if self._problem and not before:
-            rule = f"cannot be written ({self._problem}); training continues, its lines wait"
-            self._report(f"{self.name} {rule}")
-        elif before and not self._problem:
-            self._report(f"{self.name} can be written again")
-        return len(data)
-
-    def _write(self) -> str:
         is_path = isinstance(self._file, Path)
         try:
             with open(self._file, "ab", buffering=0, closefd=is_path) as file:
@@ -127,11 +114,9 @@ class Appended(io.RawIOBase):
         except OSError as error:
             if error.errno not in FULL:
                 raise
-            return os.strerror(error.errno)
+            written = 0
         self.waiting = self.waiting[written:]
-        if self.waiting:
-            return os.strerror(errno.ENOSPC)
-        return ""
+        return len(data)
 
 
 def patient_text(handle: int) -> io.TextIOWrapper:

@@ -7,13 +7,6 @@ from itertools import groupby
 DIGITS = 4  # significant ones of a number
 
 
-def percent(value: float, digits: int = 1) -> str:
-    """A share as a percentage, empty for NaN."""
-    if math.isnan(value):
-        return ""
-    return f"{value:.{digits}%}"
-
-
 def chance(p: float, runs: int = 10_000) -> str:
     """A probability as a person reads it, with two digits, as far as a share of so many simulated
     runs tells it.

@@ -23,14 +23,15 @@ import time
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from trilane.utils.files import json_object, read_text
 from trilane.utils.validation import HostError, from_mapping, require
-from trilane.workspace.pace import LATE, Pace, decode
+from trilane.workspace.pace import LATE, Pace
 
 # the node's memory; a system without this folder is one machine
 BASE = Path("/dev/shm" if os.path.isdir("/dev/shm") else tempfile.gettempdir())
-RECORD = 256  # bytes of a record: one padded line
+RECORD = 1024  # bytes of a record: one padded line of JSON
 MOST = 1 << 40  # ranks or iterations; more is a damaged number
 # what names a start of a run
 START = (
@@ -80,15 +81,15 @@ class Heartbeat:
         return f"rank {self.rank} in iteration {self.step}, {self.phase or 'between phases'}"
 
 
-def encode(step: int, phase: str, now: float, process: bytes) -> bytes:
-    """The record of a heartbeat; `process` as place() gives it, and behind it the pace."""
-    text = f"{step} {phase or '-'} {now:.3f} ".encode() + process
-    return text[: RECORD - 1].ljust(RECORD - 1) + b"\n"
+def encode(step: int, phase: str, now: float, process: Mapping[str, Any]) -> bytes:
+    """The record of a heartbeat; `process` as place() gives it, and the pace."""
+    values = {"step": step, "phase": phase, "time": now, **process}
+    return json.dumps(values).encode().ljust(RECORD - 1) + b"\n"
 
 
-def place() -> bytes:
+def place() -> dict[str, Any]:
     """This process: its pid and its host."""
-    return f"{os.getpid()} {platform.node() or 'localhost'}".encode()
+    return {"pid": os.getpid(), "host": platform.node() or "localhost"}
 
 
 def create_record(folder: Path, env: Mapping[str, str], rank: int) -> mmap.mmap:
@@ -139,16 +140,8 @@ def own_beats(folder: Path, env: Mapping[str, str] | None = None) -> dict[int, H
 
 
 def _read_record(path: Path) -> Heartbeat:
-    step, phase, now, pid, host, *pace = path.read_bytes()[:RECORD].decode().split()
-    return Heartbeat(
-        rank=int(path.suffix[1:]),
-        step=int(step),
-        phase="" if phase == "-" else phase,
-        time=float(now),
-        pid=int(pid),
-        host=host,
-        pace=decode(pace),
-    )
+    values = json_object(path.read_text(encoding="utf-8")) or {}
+    return from_mapping(Heartbeat, {**values, "rank": int(path.suffix[1:])}, "heartbeat")
 
 
 def remove_records(folder: Path, env: Mapping[str, str]) -> None:
@@ -298,27 +291,21 @@ class Stall:
         are the reports of the other nodes, `answered` the hosts of those that were written now.
         """
         beats = list(self.own.values())
-        silent = set[int]()
         for report in others:
-            beats += report.ranks
-            if report.host not in answered:
-                silent.update(beat.rank for beat in report.ranks)
-        patience_s = min(map(self._patience_s, self.own.values()), default=self._timeout_s)
-        head = f"no progress for {min(patience_s, self._timeout_s):.0f} s"
+            is_lost = report.host not in answered
+            for beat in report.ranks:
+                beats.append(replace(beat, has_exited=beat.has_exited or is_lost))
+        waits_s = [beat.idle_s for beat in self.own.values() if beat.phase != END]
+        head = f"no progress for {max(waits_s, default=self._timeout_s):.0f} s"
         absent = set(range(ranks)) - {beat.rank for beat in beats}
         if absent and self._is_late_to_begin() and all(beat.step < 2 for beat in beats):
             return f"{head}: rank {min(absent)} before its first heartbeat"
         # one that is gone, else the one in the earliest iteration, as no rank waits there for one
         # in a later
         running = [beat for beat in beats if beat.phase != END]
-        beat = min(
-            running,
-            key=lambda b: (not (b.has_exited or b.rank in silent), b.step, -b.idle_s, b.rank),
-        )
-        if beat.rank in silent:
-            return f"{head}: {beat} on {beat.host}, which does not answer"
+        beat = min(running, key=lambda b: (not b.has_exited, b.step, -b.idle_s, b.rank))
         if beat.has_exited:
-            return f"{head}: {beat}, which has exited"
+            return f"{head}: {beat} on {beat.host}, which has exited or does not answer"
         return f"{head}: {beat}"
 
     def _is_late_to_begin(self) -> bool:

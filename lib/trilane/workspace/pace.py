@@ -43,26 +43,6 @@ class Pace:
         ok = len(self.excess_s) == len(OWN) and all(0 <= number < MOST for number in numbers)
         require(ok, "pace", numbers, "is damaged")
 
-    def encode(self) -> bytes:
-        """Its part of a heartbeat's record."""
-        seconds = (self.usual_s, self.now_s, *self.excess_s)
-        words = [str(self.late), str(self.samples), *(f"{number:.4g}" for number in seconds)]
-        return " ".join(words).encode()
-
-
-def decode(words: list[str]) -> Pace:
-    """The pace in the words of a record; ValueError for what no rank writes."""
-    if not words:
-        return Pace()
-    usual_s, now_s, *excess_s = map(float, words[2:])
-    return Pace(
-        late=int(words[0]),
-        samples=int(words[1]),
-        usual_s=usual_s,
-        now_s=now_s,
-        excess_s=tuple(excess_s),
-    )
-
 
 class PaceMeter:
     """The pace of one rank. Seconds count by the sample, so that a ramp of the batch size is no

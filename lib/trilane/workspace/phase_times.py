@@ -44,9 +44,7 @@ def read_phase_times(
     rule = "holds no phase times (ranks/*.phases); set run.timers in the plan"
     require(bool(medians), "folder", folder, rule)
     grid = grid or rank_grid.read(folder / "plan.json") or rank_grid.unknown(hosts, 8)
-    # A rank without phase times is on the host of the others of its node.
-    names = {grid[rank].node: host for rank, host in hosts.items() if host and rank in grid}
-    places = [replace(place, node=names.get(place.node, place.node)) for place in grid.places]
+    places = [replace(place, node=hosts.get(place.rank, place.node)) for place in grid.places]
     return replace(grid, places=tuple(places)), medians
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from trilane.utils.files import read_text
-from trilane.utils.validation import require, require_integer
+from trilane.utils.validation import from_mapping, require, require_integer
 from trilane.workspace.place import Known, Place
 
 COORDINATES = ("tp", "pp", "dp")
@@ -176,22 +176,18 @@ def with_hosts(grid: Grid, hosts: Sequence[str], width: int, known: Known) -> Gr
     """The grid with `hosts`, in their order, as names of its nodes; unchanged where it has names or
     they do not fit.
 
-    `known` is how their order is known. Where hosts of `width` ranks hold exactly all ranks, each
-    node has `width`; else there must be as many as nodes.
+    `known` is how their order is known. They fit where there are as many as nodes, or `width` ranks
+    for each; all have equally many.
     """
-    if any(place.named for place in grid.places):
+    fits = len(hosts) == len(grid.nodes) or len(hosts) * width == len(grid.ranks)
+    if not fits or any(place.named for place in grid.places):
         return grid
     # The first host has the first ranks, as SLURM numbers them: nodes by name, tasks by node.
-    host_of = {}
-    if len(hosts) * width == len(grid.ranks):
-        for index, rank in enumerate(grid.ranks):
-            host_of[rank] = hosts[index // width]
-    elif len(hosts) == len(grid.nodes):
-        for host, ranks in zip(hosts, grid.nodes.values(), strict=True):
-            host_of.update(dict.fromkeys(ranks, host))
-    else:
-        return grid
-    places = [replace(p, node=host_of[p.rank], node_known=known) for p in grid.places]
+    share = len(grid.ranks) // len(hosts)
+    places = []
+    for place in grid.places:
+        host = hosts[min(place.rank // share, len(hosts) - 1)]
+        places.append(replace(place, node=host, node_known=known))
     return replace(grid, places=tuple(places))
 
 
@@ -241,17 +237,11 @@ def read(path: Path) -> Grid | None:
 
 def _place(base: GridPlace, rank: int, facts: Mapping[str, Any]) -> GridPlace:
     """A rank of topology.json; its node is named by its host, else by its label."""
-    node = facts.get("node", base.node)
-    host = str(facts.get("host") or "")
-    is_named = bool(host) or (isinstance(node, str) if "node" in facts else base.named)
-    return GridPlace(
-        rank=rank,
-        tp=int(facts.get("tp", base.tp)),
-        pp=int(facts.get("pp", base.pp)),
-        dp=int(facts.get("dp", base.dp)),
-        node=host or (f"node{node}" if isinstance(node, int) else str(node)),
-        state=str(facts.get("state") or ""),
-        step=-1 if facts.get("step") is None else int(facts["step"]),
-        phase=str(facts.get("phase") or ""),
-        node_known=Known.MAP if is_named else Known.NO,
-    )
+    names = ("tp", "pp", "dp", "state", "step", "phase")
+    values = {name: facts[name] for name in names if facts.get(name) is not None}
+    node = facts.get("host") or facts.get("node")
+    if isinstance(node, int):
+        values |= {"node": f"node{node}", "node_known": Known.NO}
+    elif node:
+        values |= {"node": node, "node_known": Known.MAP}
+    return from_mapping(GridPlace, {**vars(base), **values, "rank": rank}, "rank")

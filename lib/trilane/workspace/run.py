@@ -17,8 +17,9 @@ from trilane.workspace.checkpoints import FOLDER, latest
 from trilane.workspace.ledger import Event
 from trilane.workspace.status import RunStatus, Status, known_status
 
-# a line about the first value of the run that was NaN or Inf
+# a line about the first value of the run that was NaN or Inf, and one about why it cannot save
 NOT_FINITE = "ranks/not-finite.txt"
+NOT_SAVED = "ranks/not-saved.txt"
 
 
 class Run:
@@ -102,11 +103,11 @@ class Run:
         self._ledger.append(ledger.note(self.folder, event, job, **facts))
 
 
-def not_finite(folder: Path) -> str:
-    """Where the first value arose that is not finite, in one line; "" where all are, or the engine
-    does not look.
+def alarm(folder: Path, name: str) -> str:
+    """What the run says in the file NOT_FINITE or NOT_SAVED, in one line; "" where nothing is
+    wrong.
     """
-    return one_line(read_text(folder / NOT_FINITE, 2000))
+    return one_line(read_text(folder / name, 2000))
 
 
 def iteration(folder: Path) -> int:

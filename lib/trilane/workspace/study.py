@@ -87,7 +87,7 @@ class Study(Record):
             study.folder.mkdir(parents=True, exist_ok=resume)
         except FileExistsError:
             rule = f"{study.folder} exists; resume it, or name another"
-            require(False, "study", name, rule)
+            raise ValueError(f"study={name}: {rule}") from None
         return study
 
     @classmethod
