@@ -264,7 +264,7 @@ def lead(folder: Path, true: Callable[[], bool], what: str) -> None:
 def submit_chain(folder: Path, times: int = 1) -> list[str]:
     """Submit the stages of a chain in order, `times` jobs each; their ids."""
     runs = [Run(path) for path in chain.stages_of(folder)]
-    made = jobs.submit_all(runs, SITE, REQUEST, times=[times] * len(runs), parallel=1)
+    made = jobs.submit_all(runs, SITE, REQUEST, times=times, parallel=1)
     return [job for _, job in made]
 
 

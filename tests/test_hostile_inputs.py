@@ -37,7 +37,7 @@ WORDS = {
     "long": "a" * 100_000,
 }
 H200 = to_mapping(cluster("h200"))
-SITE_WORDS = ("partition", "service_partition", "constraint", "partitions", "modules", "qos")
+SITE_WORDS = ("partition", "service_partition", "constraint", "modules", "qos")
 
 
 @pytest.fixture
@@ -90,7 +90,7 @@ def site_with(field: str, value: str) -> dict[str, Any]:
         return {"name": "mine", "qos": [{"name": value, "hours": 1, "gpus": 8}]}
     return {
         "name": "mine",
-        field: [value] if field in ("partitions", "modules", "local") else value,
+        field: [value] if field in ("modules", "local") else value,
     }
 
 
@@ -289,11 +289,6 @@ CASES: dict[str, tuple[str, Any]] = {
             **small_plan().to_json(),
             "calibration": {"name": "\x1b[2J", "hash": "1", "constants": to_json(Calibration())},
         },
-    ),
-    "prediction": (SWEEP, [{**small_plan().to_json(), "prediction": [1]}]),
-    "bytes": (
-        SWEEP,
-        [{**small_plan().to_json(), "prediction": {"memory_bytes": "1; touch canary"}}],
     ),
     "two of one label": (SWEEP, [small_plan().to_json()] * 2),
     "a plan among plans": ("plan show X:$(id)", {"plans": [small_plan().to_json()]}),

@@ -127,7 +127,7 @@ OFFLOAD = {"tp": 2, "pp": 1, "dp": 8, "zero": 1, "offload": "optimizer", "mbs": 
 BIG = "72,14336,64,2048,50304"
 REFUSED = {
     "cluster": (plan(), V100, "planned for 8 x A100-80GB a node, but jean-zay-v100-32g has 4", {}),
-    "precision": (plan(), V100, "V100-32GB has no bf16", {}),
+    "precision": (plan(), V100, "V100-32GB", {}),
     "tp": (
         plan(topology={"precision": "fp16", "tp": 8, "pp": 1, "dp": 2}, **V100_PLAN),
         V100,
@@ -155,16 +155,9 @@ REFUSED = {
         "and no checkpoint is saved before",
         {"signal_s": 0},
     ),
-    "time": (
-        plan(run={"exit_duration_minutes": 1205.0}),
-        A100,
-        "is beyond the limit of 1200 minutes",
-        {},
-    ),
     "data": (plan(data={"source": "/shared/nothing"}), A100, "/shared/nothing: no such file", {}),
     "internet": (plan(data={"tokenizer": "gpt2"}), A100, "tokenizer gpt2 is not a folder here", {}),
-    "spares": (plan(), A100, "spares=3: must be at most the nodes that train (2)", {"spares": 3}),
-    "partition": (plan(), A100, "known: gpu_p5", {"partition": "gpu_p4"}),
+    "spares": (plan(), A100, "spares=900: jz-a100-80g has", {"spares": 900}),
     "label": (replace(plan(), label="$(id)"), A100, "must consist of letters", {}),
 }
 
@@ -178,20 +171,13 @@ def test_it_is_refused_with_rule_and_remedy(rule: str, folder: Path) -> None:
 
 def test_a_rule_that_is_allowed_only_warns(folder: Path) -> None:
     found = findings(folder, plan(), V100, allow=["precision"])
-    assert set(levels(found, "precision")) == {WARNING} and levels(found, "cluster") == [REFUSAL]
+    assert levels(found, "precision") == [WARNING] and levels(found, "cluster") == [REFUSAL]
 
 
 def test_what_the_nodes_lack_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An image, memory for the copy that a save is written from (12 bytes a
-    parameter, 2.1 TB with 176B), a folder that two nodes share, room for three checkpoints.
-    """
+    """An image, a folder that two nodes share, room for three checkpoints."""
     image = replace(A100, container="pyxis", container_image="/images/torch.sqsh")
     assert levels(findings(folder, plan(), image), "container") == [REFUSAL]
-    big = plan(shape="70,14336,112,2048,50304", topology={"tp": 8, "pp": 1, "dp": 1})
-    (found,) = (f for f in findings(folder, big) if f.rule == "host memory")
-    assert found.message.startswith("the offload takes 0 GB and a save's copy 2081 GB")
-    big = replace(big, run=replace(big.run, save_interval=0))
-    assert levels(findings(folder, big), "host memory") == []
     here = replace(A100, local=(str(folder.parent),))
     request = JobRequest(account="xyz@a100", time_limit="20:00:00")
     for p, wanted in ((plan(), [REFUSAL]), (plan(topology={"dp": 2}), [])):

@@ -157,7 +157,7 @@ def test_the_commands_submit_show_and_cancel(
     command = [str(folder), "--site", site, "--account", "xyz@a100", "--json"]
     assert main(["slurm", "submit", *command]) == 1  # other commands than the plan renders
     assert json.loads(capsys.readouterr().out)["submitted"] == {}
-    command.append("--accept-changes")
+    command += ["--allow", "changes"]
     assert main(["slurm", "submit", *command, "--dry-run"]) == 0
     assert json.loads(capsys.readouterr().out)["submitted"] == {}
     assert main(["slurm", "submit", *command]) == 0
@@ -418,42 +418,3 @@ def test_of_a_sweep_one_run_fails_and_is_submitted_again_alone(
         assert main([*submit, options]) == 0
         assert list(json.loads(capsys.readouterr().out)["submitted"]) == list(map(str, wanted))
         assert ended(paths[1]).status == "completed", says(paths[1])
-
-
-# Of the queries it answers one, as an old nvidia-smi does: memory is worn where the node is in the
-# file.
-NVIDIA_SMI = r"""#!/bin/bash
-[[ $1 == --query-remapped-rows=* ]] || exit 2
-echo "00000000:07:00.0, $(grep -cx "$(hostname)" %s)"
-"""
-
-
-def test_a_node_whose_gpu_is_worn_stays_out_where_there_is_a_spare(
-    cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The script ends once it has chosen its nodes by the real test of each."""
-    tool = tmp_path / "bin/nvidia-smi"
-    tool.parent.mkdir()
-    tool.write_text(NVIDIA_SMI % (tmp_path / "worn"))
-    tool.chmod(0o755)
-    (tmp_path / "worn").write_text("jz-a100-2\n")
-    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
-    p = one_process_a_node(plan("spare", tmp_path.parent / "data"))
-    p = replace(p, topology=replace(p.topology, dp=2))
-    folder = run_folder(tmp_path, p, replace(REQUEST, spares=1, preflight=True))
-    head, choice, rest = (folder / "job.sbatch").read_text().partition("  TRAIN_NODELIST=$(")
-    text = (
-        head.replace("python -m trilane slurm job guard . &", ":") + choice + rest.splitlines()[0]
-    )
-    (folder / "job.sbatch").write_text(
-        text + '\n  echo "chosen: $TRAIN_NODELIST"\n  exit 0\ndone\n'
-    )
-    client.sbatch(folder / "job.sbatch", "--nodelist=jz-a100-[1-3]")
-    wait_until(lambda: "chosen: " in says(folder), PATIENCE_S, "no choice")
-    (found,) = ledger.events(folder, "nodes")
-    assert found["chosen"] == ["jz-a100-1", "jz-a100-3"], says(folder)
-    assert found["left_out"] == {
-        "jz-a100-2": "GPU 00000000:07:00.0: its memory has no rows left to remap"
-    }
-    assert [e["nodes"] for e in ledger.events(folder, "node failure")] == [["jz-a100-2"]]
-    assert "NODE jz-a100-2 is left out: GPU" in (folder / "run.log").read_text()

@@ -77,15 +77,12 @@ def submit(
     ),
     failed: bool = option(False, "only runs that failed and may succeed now"),
     rewrite: bool = option(False, "write job.sbatch anew, for this site and these options"),
-    accept_changes: bool = option(
-        False, "submit an edited job.sbatch; jobs that wait take plan.json as it is now"
-    ),
     dry_run: bool = option(
         False, "only check, and print jobs, hours and their sum; submit nothing"
     ),
 ) -> Answer:
     """Submit runs that have not completed: all, or if the check refuses one, none."""
-    client.require_answer("; nothing was submitted: submit again when it answers")
+    client.require_answer()
     every = [Run(folder) for folder in dict.fromkeys(folders_of(runs))]
     # where all are completed, the check refuses them with that reason
     asked = [run for run in every if not run.is_completed] or every
@@ -97,25 +94,18 @@ def submit(
     if rewrite:
         for run in asked:
             scripts.rewrite(run, job.site, job)
-    allow = (*job.allow, "changes") if accept_changes else job.allow
     findings = dict[Run, list[JobFinding]]()
     for run in asked:
-        findings[run] = preflight.check_job(run.plan, job.site, job, run, allow)
+        findings[run] = preflight.check_job(run.plan, job.site, job, run, job.allow)
     is_refused = any(preflight.refused(found) for found in findings.values())
     submitted = dict[Run, list[str]]()
     if not is_refused and not dry_run:
-        if accept_changes:
-            for run in asked:
-                if waiting := jobs.accept_changes(run, job.site.source):
-                    submitted[run] = waiting
-        others = [run for run in asked if run not in submitted]
         # a stage loads the checkpoint of the one before
         if any(chains.is_chain(run) for run in runs):
             most = 1
         else:
             most = parallel
-        each = [times] * len(others)
-        for run, one in jobs.submit_all(others, job.site, job, times=each, parallel=most):
+        for run, one in jobs.submit_all(asked, job.site, job, times=times, parallel=most):
             submitted.setdefault(run, []).append(one)
     lines = []
     for run in asked:

@@ -120,7 +120,7 @@ def altered(run: Run, job: str) -> str:
     A job without a hash of its plan, as one submitted by hand, trains what is there.
     """
     kept = ""
-    for event in run.events("submitted", "accepted"):
+    for event in run.events("submitted"):
         if event["id"] == job and event.get("plan"):
             kept = str(event["plan"])
     try:
@@ -129,8 +129,9 @@ def altered(run: Run, job: str) -> str:
         lines = [str(error)]
     if not lines:
         return ""
-    remedy = f"bring it back (`cp submitted/{kept}.json plan.json`), or submit it as it is "
-    remedy += "(--accept-changes for jobs that wait)"
+    remedy = (
+        f"bring it back (`cp submitted/{kept}.json plan.json`), or cancel, and submit it as it is"
+    )
     return "\n".join(["plan.json is not what was submitted:", *lines, remedy])
 
 

@@ -20,7 +20,7 @@ from trilane.slurm.sites import JobRequest, Site
 from trilane.utils.validation import is_count, read_object, require, require_integer, require_label
 from trilane.workspace.run import write_text
 
-# the site's name, and the names of the stages' run folders in order
+# the names of the stages' run folders in order
 INDEX = "chain.json"
 
 
@@ -152,7 +152,7 @@ def create(
         require(not path.exists(), "run folder", path, "exists; take a new one")
     for path, by_name in texts.items():
         write(path, by_name)
-    index = {"site": site.name, "links": [link.label for link in plans]}
+    index = {"links": [link.label for link in plans]}
     write_text(folder / INDEX, json.dumps(index, indent=1) + "\n")
     return list(texts)
 
@@ -208,13 +208,9 @@ def costs(plans: Mapping[Path, Plan], request: JobRequest) -> list[dict[str, Any
 
 def costs_text(rows: Sequence[Mapping[str, Any]]) -> str:
     """The costs of runs for the terminal: a line each, and their sum."""
-    form = "{run}: iterations {first}-{last}, {nodes} nodes, {gpus} GPUs, mbs {mbs}, batch {of}, "
+    form = "{run}: iterations {first}-{last}, {nodes} nodes, {gpus} GPUs, mbs {mbs}, "
     form += "{hours:.2f} h, {gpu_hours:.2f} GPU hours, {jobs} jobs"
-    lines = []
-    for row in rows:
-        sizes = dict.fromkeys([row["batches"][0], row["batches"][-1]])
-        lines.append(form.format(**row, of=" to ".join(map(str, sizes))))
-    sums = {name: sum(row[name] for row in rows) for name in ("jobs", "hours", "gpu_hours")}
-    total = "in all: {runs} runs, {jobs} jobs, {hours:.2f} h one after another, "
-    total += "{gpu_hours:.2f} GPU hours"
-    return "\n".join([*lines, total.format(runs=len(rows), **sums)])
+    lines = [form.format(**row) for row in rows]
+    hours = sum(row["gpu_hours"] for row in rows)
+    count = sum(row["jobs"] for row in rows)
+    return "\n".join([*lines, f"in all: {hours:.2f} GPU hours, {count} jobs"])

@@ -135,11 +135,6 @@ def nodes(job: JobCheck) -> Findings:
         if not rule.holds(topology, here):
             remedy = "another topology, or fewer GPUs"
             yield refusal(rule.field, rule.message(topology, here), remedy)
-    # torch's is_bf16_supported() is True on a V100, which only emulates it
-    has_bf16 = here.gpu.kind != "cuda" or here.gpu.compute_capability >= (8, 0)
-    if topology.precision == "bf16" and not has_bf16:
-        remedy = "use fp16 with a loss scale, or an A100 and later"
-        yield refusal("precision", f"{here.gpu.name} has no bf16", remedy)
 
 
 def limits(job: JobCheck) -> Findings:
@@ -164,8 +159,8 @@ def limits(job: JobCheck) -> Findings:
 
 
 def memory(job: JobCheck) -> Findings:
-    """The fullest stage against the card; an offload, and the copy that a save is written from,
-    against the node's memory. The copy is there from the start of a run that saves.
+    """The fullest stage against the card, an offload against the node's memory. Left out: the copy
+    that a save is written from.
     """
     prediction = job.prediction
     need = prediction.memory_bytes / 2**30
@@ -178,14 +173,10 @@ def memory(job: JobCheck) -> Findings:
     elif prediction.is_risky:
         yield warning("memory", message, remedy)
     offload = prediction.host_memory_bytes * job.gpus_per_node / 1e9
-    copy = 0.0
-    if job.plan.run.saves_at_end:
-        share = job.gpus_per_node / job.plan.topology.gpus
-        copy = share * checkpoint_bytes(job.plan.shape) / 1e9
     has = job.cluster.host_memory_bytes / 1e9
-    if offload + copy > has:
-        message = f"the offload takes {offload:.0f} GB and a save's copy {copy:.0f} GB"
-        yield refusal("host memory", f"{message} of a node's {has:.0f} GB", "more nodes")
+    if offload > has:
+        message = f"the offload takes {offload:.0f} GB of a node's {has:.0f} GB"
+        yield refusal("host memory", message, "more nodes")
 
 
 def traced(job: JobCheck) -> Findings:
@@ -267,10 +258,6 @@ def time(job: JobCheck) -> Findings:
     run = job.plan.run
     limit_s = job.request.time_limit_s
     own_s = run.exit_duration_minutes * 60
-    if own_s > limit_s:
-        message = f"exit_duration_minutes={run.exit_duration_minutes:g} is beyond the limit of "
-        message += f"{limit_s / 60:.0f} minutes"
-        yield refusal("time", message, "end the run some minutes before the limit")
     signal_s = job.request.signal_s
     if job.needed_s > limit_s:
         message = f"{run.goal - run.start_iteration} iterations take {job.needed_s / 3600:.1f} h, "

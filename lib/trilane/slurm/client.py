@@ -103,15 +103,12 @@ def call(command: Sequence[str], *, cwd: Path | None = None, again: bool = True)
 
 
 def _message(text: str) -> str:
-    """The lines of an error without the command's name, each once, joined and shortened."""
-    lines = [re.sub(r"^\w+: (error: )?", "", line.strip()) for line in text.splitlines()]
-    told = "; ".join(dict.fromkeys(filter(None, lines)))
-    return textwrap.shorten(told, 400, placeholder=" ...") or "no error text"
+    """The text of an error in one line, shortened."""
+    return textwrap.shorten(text, 400, placeholder=" ...") or "no error text"
 
 
-def require_answer(then: str = "") -> None:
-    """Raise SlurmUnreachable, with `then` in its message, where no controller answers a ping within
-    3 s.
+def require_answer() -> None:
+    """Raise SlurmUnreachable where no controller answers a ping within 3 s.
 
     For the commands that a person waits for: a busy controller answers a ping at once, unlike other
     requests. Nothing where SLURM is not installed.
@@ -123,7 +120,7 @@ def require_answer(then: str = "") -> None:
     is_down = " is DOWN" in done.stdout and " is UP" not in done.stdout
     if is_down or AWAY.search(done.stderr):
         answer = _message(done.stdout.partition("\n*")[0] + done.stderr)
-        raise SlurmUnreachable(f"slurm=scontrol ping: SLURM does not answer ({answer}){then}")
+        raise SlurmUnreachable(f"slurm=scontrol ping: no answer ({answer}); nothing was changed")
 
 
 def job_name(folder: Path) -> str:

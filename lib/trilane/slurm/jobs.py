@@ -5,12 +5,11 @@ progress.
 import contextlib
 import functools
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from trilane.costmodel.shipped import constants_of
 from trilane.launch.outcome import last_log
 from trilane.slurm import attempt, client, copies
 from trilane.slurm.attempt import status_of
@@ -19,7 +18,7 @@ from trilane.slurm.script import SCRIPT, rewrite
 from trilane.slurm.sites import JobRequest, Site
 from trilane.utils.files import read_text
 from trilane.utils.folder_lock import FolderLock
-from trilane.utils.tables import DataFrame, Table, as_json, frame_of, short
+from trilane.utils.tables import DataFrame, Table, as_json, frame_of
 from trilane.utils.validation import require
 from trilane.workspace import pace
 from trilane.workspace.run import NOT_FINITE, NOT_SAVED, Run, alarm
@@ -50,12 +49,12 @@ def submit_all(
     site: Site,
     request: JobRequest,
     *,
-    times: Sequence[int] = (),
+    times: int = 1,
     parallel: int = 0,
     options: Sequence[str] = (),
 ) -> list[tuple[Run, str]]:
     """Submit the runs with their job.sbatch, written from the template where there is none; each
-    with the id of its job, or of as many as `times` has for it.
+    with the ids of its jobs, `times` of them.
 
     At most `parallel` jobs run at a time (0: any number): each waits for the end of the one so many
     before it; jobs of one run never do. ValueError where a run is completed, and ActiveJob where it
@@ -73,14 +72,14 @@ def submit_all(
     freeze = functools.cache(copies.freeze)
     submitted: list[tuple[Run, str]] = []
     with submitting(runs):
-        for run, count in zip(runs, times or [1] * len(runs), strict=True):
+        for run in runs:
             path = run.folder.resolve()
             if not (path / SCRIPT).exists():
                 rewrite(run, site, request)
             code = ""
             if copies.USED_BY in read_text(path / SCRIPT):
                 code = str(freeze(path.parent if is_shared else path))
-            for _ in range(count):
+            for _ in range(times):
                 after = ""
                 if 0 < parallel <= len(submitted):
                     after = f"afterany:{submitted[-parallel][1]}"
@@ -106,22 +105,8 @@ def _submit_one(run: Run, code: str, site: str, options: Sequence[str], after: s
         known=run.job_ids(),
         arguments=[code] if code else [],
     )
-    constants = constants_of(run.plan).hash
-    facts = {"plan": kept, "constants": constants, "code": Path(code).name}
-    run.note("submitted", job, site=site, after=after, **facts)
+    run.note("submitted", job, site=site, after=after, plan=kept, code=Path(code).name)
     return job
-
-
-def accept_changes(run: Run, site: str) -> list[str]:
-    """Let the jobs of a run that have not ended begin with the plan as it is now; their ids."""
-    with FolderLock([run.folder]).held(PATIENCE_S):
-        run.renew()
-        (states,) = states_of([run])
-        waiting = [state.id for state in states if not state.has_ended]
-        kept = copies.keep_plan(run)
-        for job in waiting:
-            run.note("accepted", job, site=site, plan=kept)
-    return waiting
 
 
 @contextlib.contextmanager
@@ -169,8 +154,7 @@ def cancel(folders: Iterable[Path]) -> list[str]:
     """Cancel every job of the runs that has not ended; their ids. Raises ValueError where SLURM
     does not answer.
     """
-    then = "nothing was cancelled: try again, or `touch RUN/stop`, with which a run saves and ends"
-    client.require_answer(f"; {then}")
+    client.require_answer()
     runs = [Run(folder) for folder in folders]
     ids = []
     for states in states_of(runs):
@@ -262,15 +246,15 @@ class JobTable(list[JobStatus], Table):
         """A row a run: job, state (of SLURM), status, iteration of iterations, what it waits for,
         the evidence.
         """
-        columns: dict[str, str | Callable[[JobStatus], str]] = {
+        columns = {
             "run": "run",
             "job": "id",
             "state": "state",
-            "status": lambda job: str(job.status),
+            "status": "status",
             "iteration": "iteration",
             "iterations": "iterations",
             "waits for": "reason",
-            "evidence": lambda job: short(job.evidence),
+            "evidence": "evidence",
         }
         return frame_of(self, columns)
 
@@ -318,7 +302,7 @@ def _current(run: Run, states: Sequence[JobState], live: Sequence[JobState]) -> 
     # one that is still COMPLETING, as on a node that has died, is not the one that runs now
     order = {"RUNNING": 0, "COMPLETING": 2, "PENDING": 3}
     if live:
-        return min(live, key=lambda job: (order.get(job.state, 1), job.id not in started[-1:]))
+        return min(live, key=lambda job: order.get(job.state, 1))
     refused = run.job_ids("refused")
     for job in reversed(states):
         has_failed = job.state not in ("COMPLETED", "CANCELLED", FORGOTTEN)

@@ -28,7 +28,7 @@ def render(name: str, plan: Plan, site: Site, request: JobRequest) -> str:
     """The sbatch script of template `name`.
 
     Raises ValueError for a value that bash or sbatch would interpret, an option that the template
-    sets itself, a partition that the site does not have, and GPUs that do not fill their nodes.
+    sets itself and GPUs that do not fill their nodes.
     """
     require_known("template", name, NAMES)
     plain = replace(site, sbatch={}, srun=(), env={})
@@ -79,10 +79,13 @@ def rewrite(run: Run, site: Site, request: JobRequest) -> None:
 def _blanks(name: str, plan: Plan, site: Site, request: JobRequest) -> dict[str, Any]:
     """Every value that a template may use, by name."""
     cluster = nodes_of(plan, site)
-    nodes, used = node_count(plan, cluster)
-    if site.partitions and request.partition:
-        require_known("partition", request.partition, site.partitions)
-    require_spares(request.spares, nodes, cluster)
+    gpus = plan.topology.gpus
+    per_node = cluster.gpus_per_node
+    nodes = -(-gpus // per_node)
+    used = min(gpus, per_node)
+    require(gpus == nodes * used, "tp x pp x dp", gpus, f"must fill whole nodes of {per_node} GPUs")
+    rule = f"{cluster.name} has {cluster.max_nodes} nodes, of which the plan trains on {nodes}"
+    require(nodes + request.spares <= cluster.max_nodes, "spares", request.spares, rule)
     require_form("word", "label", plan.label)
     is_cpu = cluster.gpu.kind == "cpu"
     # Jean Zay bills and binds by cores: a share of a node's GPUs gets the same share of its cores
@@ -99,7 +102,6 @@ def _blanks(name: str, plan: Plan, site: Site, request: JobRequest) -> dict[str,
         conda = request.environment.removeprefix("conda:")
     root = checkout()
     environment = str(root / ".venv") if root else sys.prefix
-    size = f"{plan.shape.parameters / 1e9:.3g}B, {plan.topology.label}"
     values = {
         **vars(site),
         **vars(request),
@@ -124,7 +126,6 @@ def _blanks(name: str, plan: Plan, site: Site, request: JobRequest) -> dict[str,
         "srun_args": srun,
         "conda": conda,
         "venv": quoted("environment", request.environment or environment),
-        "summary": f"{size}, {plan.topology.gpus} GPUs, engine {plan.engine}",
     }
     if name == "prepare":
         # a core, where the site has one for nothing: a service partition has neither the nodes nor
@@ -176,24 +177,6 @@ def nodes_of(plan: Plan, site: Site) -> Cluster:
     if site.cluster:
         return hardware.cluster(site.cluster)
     return plan.cluster
-
-
-def node_count(plan: Plan, cluster: Cluster) -> tuple[int, int]:
-    """Nodes of the job and GPUs used on each; ValueError where the GPUs do not fill whole nodes."""
-    gpus = plan.topology.gpus
-    per_node = cluster.gpus_per_node
-    nodes = -(-gpus // per_node)
-    used = min(gpus, per_node)
-    require(gpus == nodes * used, "tp x pp x dp", gpus, f"must fill whole nodes of {per_node} GPUs")
-    return nodes, used
-
-
-def require_spares(spares: int, nodes: int, cluster: Cluster) -> None:
-    """ValueError for more spare nodes than the cluster has left, or than nodes that train."""
-    left = max(0, cluster.max_nodes - nodes)
-    has = f"{cluster.name} has {cluster.max_nodes} nodes, of which the plan trains on {nodes}"
-    require(spares <= left, "spares", spares, f"must be at most {left}: {has}")
-    require(spares <= nodes, "spares", spares, f"must be at most the nodes that train ({nodes})")
 
 
 def quoted(field: str, text: str) -> str:

@@ -85,9 +85,6 @@ class Site:
     partition: str = option(
         "", "`--partition`, where constraint or account do not select it", form="word"
     )
-    partitions: tuple[str, ...] = option(
-        (), "partitions that exist, where they are known", form="word"
-    )
     service_partition: str = option("", "where a job of one core prepares a corpus", form="word")
     constraint: str = option(
         "", "`--constraint`: features of the nodes, such as `gpu&hbm80g`", form="constraint"
@@ -141,12 +138,8 @@ class Site:
         self._require_no_secrets()
         self._require_words()
         image = self.container_image
-        rule = "needs container_image"
-        require(not self.container or bool(image), "site.container", self.container, rule)
-        rule = "needs container, one of pyxis, apptainer, singularity"
-        mounts = ", ".join(self.container_mounts)
-        require(bool(self.container) or not image, "site.container_image", image, rule)
-        require(bool(self.container) or not mounts, "site.container_mounts", mounts, rule)
+        rule = "and container_image need each other"
+        require(bool(self.container) == bool(image), "site.container", self.container, rule)
 
     def _require_no_secrets(self) -> None:
         """ValueError for a password or key, which others could read; its value is in no message."""
@@ -172,7 +165,6 @@ class Site:
             require_line(f"site.env.{name}", value)
         for number, line in enumerate(self.setup, 1):
             require_line(f"site.setup, line {number}", line)
-            require(bool(line.strip()), f"site.setup, line {number}", repr(line), "is empty")
         for name, value in self.sbatch.items():
             require_form("sbatch option", "site.sbatch", name)
             if value:

@@ -2,7 +2,6 @@
 and followed, and of a table of plans (a sweep).
 """
 
-import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -15,14 +14,14 @@ from trilane.config.training import Data, Optimizer
 from trilane.config.training import Run as Limits
 from trilane.costmodel.predict import predict
 from trilane.launch.local import train_local
-from trilane.slurm import jobs, script, sites
+from trilane.slurm import chain, jobs, script, sites
 from trilane.slurm.checks import REFUSAL, JobFinding
 from trilane.slurm.preflight import check_job
 from trilane.slurm.sites import JobRequest, Site
 from trilane.utils.folder_lock import FolderLock
 from trilane.utils.progress import progress
 from trilane.utils.tables import Columns, DataFrame, Html, Table, Text
-from trilane.utils.validation import is_number, read_json, require
+from trilane.utils.validation import read_json, require
 from trilane.workspace.installation import outputs_root
 from trilane.workspace.run import Run, put_aside
 from trilane.workspace.status import Status
@@ -31,12 +30,9 @@ from trilane.workspace.study import Study
 
 @dataclass(frozen=True, kw_only=True)
 class StudyRun:
-    """One plan with its prediction as in plans.json, why it was chosen, and its folder, completed
-    before or not.
-    """
+    """One plan, why it was chosen, and its folder, completed before or not."""
 
     plan: Plan
-    prediction: Mapping[str, Any]
     reason: str
     folder: Path
     is_completed: bool
@@ -57,16 +53,13 @@ class StudyRuns(Table):
         """A row a plan: label, id, gpus, the predicted sec_per_it, hours, gpu_hours, jobs, and why
         it was chosen.
         """
-        names = ("label", "id", "gpus", "sec_per_it", "hours", "gpu_hours", "jobs", "why")
-        rows = []
-        for run in self.rows:
-            plan = run.plan
-            gpus = plan.topology.gpus
-            each_s = run.prediction["sec_per_it"]
-            hours = plan.run.goal * each_s / 3600
-            count = math.ceil(hours * 3600 / self.request.time_limit_s)
-            rows.append((plan.label, plan.id, gpus, each_s, hours, hours * gpus, count, run.reason))
-        return Columns.of_rows(names, rows).to_frame()
+        costs = chain.costs({run.folder: run.plan for run in self.rows}, self.request)
+        frame = Columns.of_rows(list(costs[0]), [list(cost.values()) for cost in costs]).to_frame()
+        frame["label"] = [run.plan.label for run in self.rows]
+        frame["id"] = [run.plan.id for run in self.rows]
+        frame["sec_per_it"] = [predict(run.plan).sec_per_it for run in self.rows]
+        frame["why"] = [run.reason for run in self.rows]
+        return frame[["label", "id", "gpus", "sec_per_it", "hours", "gpu_hours", "jobs", "why"]]
 
     def files(self) -> Html:
         """The files of the first run folder."""
@@ -88,12 +81,9 @@ class StudyRuns(Table):
 
     def check(self) -> Columns:
         """The findings as a table: a row for each, with the plans that it is about."""
-        checked = sum(not run.is_completed for run in self.rows)
         rows = []
         for finding, names in self.findings.items():
             about = ", ".join(names)
-            if len(names) == checked > 1:
-                about = "all"
             rows.append((about, finding.level, finding.rule, finding.message, finding.remedy))
         if not rows:
             return Columns({"plans": ["all"], "finding": ["nothing found"]})
@@ -141,14 +131,10 @@ class StudyRuns(Table):
             if job.has_failed:
                 raise RuntimeError(f"{job.run} did not complete: {job.evidence}")
         done = sum(job.status is Status.COMPLETED for job in states)
-        if done == len(states):
-            folder = self.study.folder / "runs"
-            return Text.of("**All {} plans trained**; their logs are in {:code}.", done, folder)
-        text = "**{} of {} plans have trained to the end.** {:code} shows the others, "
-        text += "{:code} submits those that were not."
-        shows = f"trilane slurm status {self.study.name}"
-        submits = f"trilane slurm submit {self.study.name} --site ..."
-        return Text.of(text, done, len(states), shows, submits)
+        text = "**{} of {} plans have trained to the end**, in {:code}."
+        if done < len(states):
+            text += " `trilane slurm submit` submits those that were not."
+        return Text.of(text, done, len(states), self.study.folder / "runs")
 
 
 def script_site(site: Site) -> Site:
@@ -183,9 +169,8 @@ def prepare_runs(
     `lr`. Raises ValueError for an impossible plan.
     """
     where = sites.site(site)
-    searched = study.load("plans.json", "02_topology", plans=list)["plans"]
-    reasons = dict.fromkeys(range(len(searched[:count])), "fastest predicted")
     plans = study.plans()
+    reasons = dict.fromkeys(range(len(plans[:count])), "fastest predicted")
     for number, plan in enumerate(plans):
         if control and number >= count and plan.topology.tp > 1 and plan.topology.pp > 1:
             reasons[number] = "control: TP and PP at work"
@@ -195,19 +180,10 @@ def prepare_runs(
     for number, reason in reasons.items():
         before = plans[number]
         plan = _trained(before, engine or before.engine, data, lr, Limits(**run))
-        prediction = searched[number]["prediction"]
-        if plan.id != before.id:
-            prediction = predict(plan).to_json()
+        prediction = predict(plan).to_json()
         texts = script.files(plan, script_site(where), request, {"prediction": prediction})
         folder, is_completed = study.run_folder(plan, texts, jobs.active_jobs)
-        row = StudyRun(
-            plan=plan,
-            prediction=prediction,
-            reason=reason,
-            folder=folder,
-            is_completed=is_completed,
-        )
-        rows.append(row)
+        rows.append(StudyRun(plan=plan, reason=reason, folder=folder, is_completed=is_completed))
     return StudyRuns(study=study, site=where, request=request, rows=tuple(rows))
 
 
@@ -225,7 +201,7 @@ def _trained(searched: Plan, engine: str, data: Data, lr: float, limits: Limits)
 
 
 def read_plans(path: Path) -> list[dict[str, Any]]:
-    """Plans, with predictions if given: of `trilane plan search --json`, of 02_topology's
+    """Plans: of `trilane plan search --json`, of 02_topology's
     plans.json, or a list.
     """
     plans = read_json(path, "plans")
@@ -249,11 +225,7 @@ def create_sweep(
         path = folder / "runs" / plan.label
         require(path not in texts, "label", plan.label, "must be unique in a sweep")
         require(not path.exists(), "run folder", path, "exists; take a new one")
-        prediction = values.get("prediction")
-        if not prediction:
-            prediction = predict(plan, script.nodes_of(plan, site)).to_json()
-        has_bytes = isinstance(prediction, Mapping) and is_number(prediction.get("memory_bytes"))
-        require(has_bytes, "prediction", prediction, "must be an object with memory_bytes")
+        prediction = predict(plan, script.nodes_of(plan, site)).to_json()
         texts[path] = script.files(plan, site, request, {"prediction": prediction})
     for path, by_name in texts.items():
         script.write(path, by_name)
