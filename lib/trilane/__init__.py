@@ -7,6 +7,8 @@ Everything that a notebook needs is imported from here; a name is loaded when it
 from importlib import import_module
 from typing import Any
 
+from trilane.utils.validation import with_nearest
+
 __version__ = "0.1.0"
 
 # each module with its public names
@@ -46,7 +48,8 @@ __all__ = sorted(_HOME)
 def __getattr__(name: str) -> Any:
     """The public name, or the public module of that name, imported at its first use."""
     if name not in _HOME:
-        raise AttributeError(f"module 'trilane' has no attribute {name!r}")
+        rule = f"module 'trilane' has no attribute {name!r}"
+        raise AttributeError(with_nearest(rule, name, __all__))
     module = import_module(_HOME[name])
     globals()[name] = getattr(module, name, module)
     return globals()[name]

@@ -25,6 +25,7 @@ from trilane.utils.validation import (
     require_known,
     require_positive,
     shipped_json,
+    with_nearest,
 )
 from trilane.workspace.study import load_cluster
 
@@ -131,7 +132,8 @@ def ignored_columns(source: Source) -> list[str]:
     unknown = dict[str, None]()  # each once
     for columns, _ in _tables(source):
         unknown |= dict.fromkeys(column for column in columns if column not in known)
-    return [f"column={column}: is not known and not read" for column in unknown]
+    rule = "is not known and not read"
+    return [f"column={column}: {with_nearest(rule, column, known)}" for column in unknown]
 
 
 def _tables(source: Source) -> list[tuple[list[str], list[tuple[str, list[str]]]]]:

@@ -1,6 +1,9 @@
-"""Checks of input: a ValueError of one line, `field=value: the rule`."""
+"""Checks of input: a ValueError of one line, `field=value: the rule`, with the nearest name for an
+unknown one.
+"""
 
 import dataclasses
+import difflib
 import functools
 import json
 import math
@@ -61,9 +64,18 @@ def require_label(field: str, value: str) -> None:
 
 
 def require_known(field: str, value: str, known: Iterable[str]) -> None:
-    """Raise ValueError with all known names, unless `value` is one of them."""
+    """Raise ValueError with the nearest and all known names, unless `value` is one of them."""
     names = sorted(known)
-    require(value in names, field, value, f"known: {', '.join(names)}")
+    rule = with_nearest(f"known: {', '.join(names)}", value, names)
+    require(value in names, field, value, rule)
+
+
+def with_nearest(rule: str, name: str, known: Iterable[str]) -> str:
+    """The rule, with the known name that is nearest by spelling, where one is."""
+    nearest = difflib.get_close_matches(name, known, n=1)
+    if not nearest:
+        return rule
+    return f"{rule}; did you mean {nearest[0]}?"
 
 
 def require_integer(field: str, value: Any, minimum: int, maximum: int = LARGEST_INTEGER) -> None:
