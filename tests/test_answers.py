@@ -47,7 +47,6 @@ CASES = {
     ],
     "show": [
         f"plan show {PLAN} --tokens 341e9",
-        f"plan show {PLAN} --seconds 104.7",
         f"plan show {LLAMA}",
         f"plan show {BLOOM} --engine megatron --tp 8 --pp 12 --mbs 2 --recompute selective"
         " --sequence-parallel yes --partition type:transformer|embedding",

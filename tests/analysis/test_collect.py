@@ -10,7 +10,6 @@ import pytest
 from support import small_plan
 from test_log_dialects import m2021, m2022
 
-from trilane.analysis import benchmark
 from trilane.analysis.collect import measure_path, measure_runs, read_folder
 from trilane.analysis.compare import compare
 from trilane.analysis.measure import measure
@@ -22,18 +21,21 @@ from trilane.slurm.sites import JobRequest
 from trilane.workspace.status import RunStatus, Status, write_status
 from trilane.workspace.study import Study
 
-DUMP = "------------------------ arguments ------------------------\n" + "".join(
-    f"  {name} {'.' * (48 - len(name))} {value}\n"
-    for name, value in (
-        ("num_layers", 24),
-        ("hidden_size", 2048),
-        ("num_attention_heads", 16),
-        ("seq_length", 2048),
-        ("padded_vocab_size", 50304),
-        ("checkpoint_activations", True),
-        ("world_size", 8),
-        ("global_batch_size", 4),
-    )
+
+def arguments(**values):
+    """As a program prints its arguments."""
+    return "".join(f"  {name + ' ':.<49} {value}\n" for name, value in values.items())
+
+
+DUMP = "------------------------ arguments ------------------------\n" + arguments(
+    num_layers=24,
+    hidden_size=2048,
+    num_attention_heads=16,
+    seq_length=2048,
+    padded_vocab_size=50304,
+    checkpoint_activations=True,
+    world_size=8,
+    global_batch_size=4,
 )
 MEMORY = "[Rank 3] (after 1 iterations) memory (MB) | allocated: 1.0 | max allocated: 2048.0 | reserved: 3.0 | max reserved: 4096.0\n"
 
@@ -94,7 +96,7 @@ def test_a_notebook_shows_the_first_of_many_runs_failed_ones_first(tmp_path):
     endings = runs.endings()
     assert (endings.count("<tr>"), runs._repr_html_().count("<tr>"), len(runs.drawn)) == (40, 40, 8)
     assert re.findall(r"\d\d\.log", endings)[:2] == ["09.log", "00.log"]
-    assert "<details>" not in endings and "no spike" in runs.spikes()
+    assert "no spike" in runs.spikes()
     assert "44 of 45 runs completed" in runs.summary()
 
 
@@ -137,8 +139,6 @@ def test_a_ramp_is_measured_at_its_full_batch_and_everywhere_alike(folder, capsy
     assert m.memory_bytes == 8 * 2**20 and m.status == "completed"
     tflops = m.flops_per_s_per_gpu / 1e12
 
-    assert benchmark.result(m).items() >= m.to_json().items()
-
     for record in parsed(capsys, folder, folder / "run.log")[1]:
         assert (record["iterations_counted"], record["global_batch_size"]) == (8, 4)
         assert (
@@ -148,9 +148,9 @@ def test_a_ramp_is_measured_at_its_full_batch_and_everywhere_alike(folder, capsy
         assert (record["sec_per_it"], record["tflops"]["narayanan"]) == (m.sec_per_it, tflops)
         assert (record["max_memory_gib"] * 2**30, record["status"]) == (m.memory_bytes, m.status)
 
-    ((row,), _) = read_folder(folder.parent)
-    found = [row[name] for name in ("gbs", "sec_per_it", "tflops", "memory_bytes", "status")]
-    assert found == [4, m.sec_per_it, tflops, m.memory_bytes, "completed"]
+    row = read_folder(folder.parent)[0].iloc[0]
+    found = [row[name] for name in ("gbs", "sec_per_it", "tflops", "memory_gib", "status")]
+    assert found == [4, m.sec_per_it, tflops, m.memory_bytes / 2**30, "completed"]
 
     shown = measure_runs(Study.open("s"))
     assert shown.runs[0].to_json() == m.to_json()

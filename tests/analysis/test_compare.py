@@ -80,7 +80,7 @@ def test_the_command_compares_logs(tmp_path, capsys):
     assert (
         found["decided"]
         and found["runs_a"] == 2
-        and found["verdict"].startswith("B is 25.0% faster")
+        and found["verdict"].startswith("B is faster: B takes 0.750 of A's time")
     )
     assert main(["logs", "compare", a, "--with", a]) == 0
     assert capsys.readouterr().out.startswith("no difference shown")

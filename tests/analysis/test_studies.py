@@ -44,25 +44,16 @@ def test_what_differs_is_a_row_and_what_is_equal_is_none(outputs: Path) -> None:
     assert found.to_json()["studies"] == ["a", "b"]
 
 
-@pytest.mark.parametrize(
-    ("text", "lack"),
-    [
-        (None, "plans.json"),
-        ("{", "property name"),
-        ('{"plans": [{"id": 1}]}', "plans.json: is damaged"),
-        ('{"plans": 7}', "plans.json: is damaged"),
-    ],
-)
-def test_what_a_study_lacks_or_what_is_damaged_in_it_is_a_line(
-    outputs: Path, text: str | None, lack: str
-) -> None:
+@pytest.mark.parametrize("text", ["{", '{"plans": [{"id": 1}]}', '{"plans": 7}', '{"plans": []}'])
+def test_a_damaged_result_is_refused_and_a_missing_one_is_empty(outputs: Path, text: str) -> None:
     here = study("a")
-    (study("b").folder / "plans.json").unlink()
-    if text is not None:
-        (outputs / "b/plans.json").write_text(text)
-    found = compare_studies(here, "a,b")
-    assert any(lack in line for line in found.lacks["b"]), found.lacks
-    assert found.to_json()["lacks"]["a"] and found.summary() and found._repr_html_()
+    plans = study("b").folder / "plans.json"
+    plans.unlink()
+    table = compare_studies(here, "a,b").to_frame()
+    assert not set(table["part"]) & {"model", "prediction"}
+    plans.write_text(text)
+    with pytest.raises(ValueError, match=r"^stud[^\n]*$"):
+        compare_studies(here, "a,b")
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,6 @@ from typing import Any
 import pytest
 from support import REPOSITORY, small_plan
 
-from trilane.analysis import benchmark
 from trilane.analysis.measure import measure
 from trilane.cli.app import main
 from trilane.costmodel.shipped import calibration_for
@@ -165,10 +164,9 @@ FILES: dict[str, tuple[Reader, ...]] = {
         BEGIN,
     ),
     RUN + "status.json": (LOGS, END, BEGIN, lambda study: status.read_status(study / "runs/r")),
-    RUN + "steps.jsonl": (BEGIN, END, lambda study: benchmark.result(measure(study / "runs/r"))),
+    RUN + "steps.jsonl": (BEGIN, END, lambda study: measure(study / "runs/r")),
     RUN + "jobs.jsonl": (cli("slurm", "status", "{}/runs/r", "--lines", "5"), BEGIN, END),
     RUN + "run.log": (LOGS, END),
-    RUN + "env.json": (lambda study: benchmark.result(measure(study / "runs/r")),),
     RUN + "ranks/0.log": (END, BEGIN),
     RUN + "ranks/nodes/0.json": (
         lambda study: write_topology(

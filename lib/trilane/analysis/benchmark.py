@@ -3,16 +3,15 @@
 import contextlib
 import json
 import sys
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
-from trilane.analysis.measure import Measurement, measure, memory_by_rank
+from trilane.analysis.measure import Measurement, measure
 from trilane.analysis.steady_state import WARM_UP
 from trilane.config.batch_rampup import Ramp
 from trilane.config.plan import Plan, read_plan
 from trilane.launch.local import run_folder, train_local
-from trilane.utils.validation import read_json, require, require_integer
+from trilane.utils.validation import require, require_integer
 
 
 def benchmark(plan: Path, iterations: int = 0, leave_out: int = WARM_UP) -> Measurement:
@@ -29,14 +28,9 @@ def benchmark(plan: Path, iterations: int = 0, leave_out: int = WARM_UP) -> Meas
     read = read_plan(plan)
     count = iterations or read.run.train_iters
     require(count > leave_out, "iterations", count, f"must be above leave_out={leave_out}")
-    folder = plan.with_name(f"{plan.stem}-benchmark-{iterations}")
     if iterations:
-        require(
-            not folder.exists(),
-            "plan",
-            plan,
-            f"would run in {folder}, which exists; move one of them",
-        )
+        folder = plan.with_name(f"{plan.stem}-benchmark-{iterations}")
+        require(not folder.exists(), "plan", plan, f"would run in {folder}, which exists")
         folder.mkdir()
         text = json.dumps(shortened(read, iterations).to_json(), indent=1)
         (folder / "plan.json").write_text(text, encoding="utf-8")
@@ -50,25 +44,3 @@ def benchmark(plan: Path, iterations: int = 0, leave_out: int = WARM_UP) -> Meas
 def shortened(plan: Plan, iterations: int) -> Plan:
     """The plan for that many iterations, all of them at its full batch size."""
     return replace(plan, run=replace(plan.run, train_iters=iterations, ramp=Ramp()))
-
-
-def result(m: Measurement) -> dict[str, Any]:
-    """A run folder's measurement as `logs parse --json` has it, with its plan's label, engine and
-    topology.
-
-    `memory_bytes` are those of each rank. `mfu` is null on a CPU: the rate in its cluster file is a
-    measured one, and no peak.
-    """
-    plan = m.plan
-    stamp = m.log.source.with_name("env.json")
-    assert plan, "of a run folder"
-    return {
-        **{
-            "label": plan.label,
-            "engine": plan.engine,
-            "topology": asdict(plan.topology),
-            **m.to_json(),
-        },
-        "memory_bytes": {str(rank): int(value) for rank, value in memory_by_rank(m.log).items()},
-        "made_by": read_json(stamp, "stamp") if stamp.exists() else {},
-    }

@@ -7,15 +7,12 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
-
-import pandas as pd
 
 from trilane.analysis.loss_curve import Curve, join, trainings
 from trilane.analysis.measure import Measurement, measure, measure_log
-from trilane.analysis.spikes import CALM, training_text
+from trilane.analysis.spikes import training_text
 from trilane.analysis.steady_state import WARM_UP
-from trilane.analysis.tables import frame, rows_of
+from trilane.analysis.tables import frame
 from trilane.config.cluster import Cluster, Gpu
 from trilane.config.plan import read_plan
 from trilane.costmodel.recalibration import NOTHING, Recalibration
@@ -26,15 +23,10 @@ from trilane.utils.hooks import hook
 from trilane.utils.progress import progress
 from trilane.utils.tables import DataFrame, Html, Table, Text, displayed, short, show
 from trilane.utils.validation import require, require_folder
-from trilane.workspace.status import Status
 from trilane.workspace.study import Study, load_cluster
 
-SHOWN, DRAWN = 40, 8  # runs of hundreds that a table and a figure have
+DRAWN = 8  # runs of hundreds that a figure has
 UNREAD = 12  # files that are named as not read
-SAME_LOSS = 0.01  # nats per token: repeats of one training in 16 bits differ by a few thousandths
-NO_LOG = Html(
-    "<p>No log among them: rows of typed tables are compared with their predictions alone.</p>"
-)
 # what a file's name shows to be no log
 NO_LOGS = {".json", ".py", ".md", ".ipynb", ".html", ".png", ".csv", ".pt", ".bin", ".idx"}
 NO_LOGS |= {".sbatch", ".sh"}
@@ -56,14 +48,9 @@ class MeasuredRuns(Table):
     unread: tuple[str, ...] = ()
 
     @property
-    def logs(self) -> list[Measurement]:
-        """The runs that a log shows; rows of typed tables have neither iterations nor an ending."""
-        return [run for run in self.runs if run.log.dialect != "table"]
-
-    @property
     def timed(self) -> list[Measurement]:
-        """The runs that printed iterations with their time."""
-        return [run for run in self.logs if run.iterations]
+        """The runs that printed iterations with their time, without rows of typed tables."""
+        return [run for run in self.runs if run.iterations and run.log.dialect != "table"]
 
     @property
     def drawn(self) -> list[Measurement]:
@@ -71,32 +58,16 @@ class MeasuredRuns(Table):
         return self.timed[:DRAWN]
 
     def summary(self, recalibration: Recalibration | None = None) -> Text:
-        """How the runs ended, whether their losses agree, and, with a recalibration, how wrong the
-        predictions of their time were.
+        """How the runs ended and, with a recalibration, how wrong the predictions of their time
+        were; then files that were not read.
         """
-        statuses = Counter(str(run.status) for run in self.logs)
-        counts = [f"{n} of {len(self.logs)} runs {status}" for status, n in statuses.items()]
-        if len(self.runs) > len(self.logs):
-            counts.append(f"{len(self.runs) - len(self.logs)} rows of typed tables, without logs")
+        statuses = Counter(str(run.status) for run in self.runs)
+        counts = [f"{n} of {len(self.runs)} runs {status}" for status, n in statuses.items()]
         sentences = [Text.of("**{}.**", ", ".join(counts))]
-        losses = [curve.table.set_index("iteration")["lm_loss"] for curve in self.curves().values()]
-        if len(losses) > 1:
-            table = pd.concat(losses, axis=1).dropna(thresh=2)
-            if len(table):
-                gap = (table.max(axis=1) - table.min(axis=1)).max()
-                if gap < SAME_LOSS:
-                    words = "agree within"
-                else:
-                    words = "differ by up to"
-                sentences.append(Text.of("Their losses {} {:.1g} nats per token.", words, gap))
         if recalibration is not None:
             sentences.append(accuracy(recalibration))
-        if len(self.runs) > SHOWN or len(self.timed) > DRAWN:
-            words = "Tables show the first {} runs, figures {}; runs.csv has all."
-            sentences.append(Text.of(words, SHOWN, DRAWN))
         lines = [Text.joined(" ", sentences)]
-        for reason in self.unread[:UNREAD]:
-            lines.append(Text.of("{}", short(reason.partition(";")[0], 120)))
+        lines += [Text.of("{}", short(reason, 120)) for reason in self.unread[:UNREAD]]
         if len(self.unread) > UNREAD:
             lines.append(Text.of("{} more", len(self.unread) - UNREAD))
         return Text.joined("\n- not read: ", lines)
@@ -105,27 +76,14 @@ class MeasuredRuns(Table):
         """A row a run, with a column for each number, in base units where the name has none, and
         what the log shows of its end.
         """
-        return frame(rows_of(self.runs))
-
-    def _repr_html_(self) -> str:
-        if not self.logs:
-            return NO_LOG
-        return show(displayed(frame(rows_of(self.logs[:SHOWN])), self.shown))
+        return frame(self.runs)
 
     def endings(self) -> Html:
         """How each run ended, failed ones first: the line that proves it, nodes at fault, wrong
-        numbers; folded where all completed.
+        numbers.
         """
-        runs = sorted(self.logs, key=lambda run: not run.status.has_failed)[:SHOWN]
-        if not runs:
-            return NO_LOG
-        table = show(displayed(frame(rows_of(runs)), ENDINGS))
-        for run in self.logs:
-            if run.status is not Status.COMPLETED or run.log.problems or run.log.own:
-                return table
-        words = "All {} completed, and no number in their logs contradicts another"
-        summary = Html.of(words, len(self.logs))
-        return Html.of("<details><summary>{}</summary>{}</details>", summary, table)
+        runs = sorted(self.runs, key=lambda run: not run.status.has_failed)
+        return show(displayed(frame(runs[: self.most]), ENDINGS))
 
     def curves(self) -> dict[str, Curve]:
         """The loss curve of each training among the drawn runs, by the name of its first run."""
@@ -142,14 +100,7 @@ class MeasuredRuns(Table):
         """
         groups = trainings([run.log for run in self.timed])
         texts = [training_text(group, join(group), hook("breaks")(group)) for group in groups]
-        calm = [text for text in texts if text.endswith(CALM) and text.count("\n") == 1]
-        parts = []
-        if calm:
-            parts.append(Html.of("<p>{} of {} trainings: {}.</p>", len(calm), len(texts), CALM))
-        others = "\n".join(text for text in texts if text not in calm).splitlines()
-        if others:
-            parts.append(Html.pre("\n".join(others[:SHOWN])))
-        return Html.joined("", parts)
+        return Html.pre("\n".join(texts))
 
 
 def measure_runs(
@@ -173,11 +124,7 @@ def measure_runs(
         require(bool(runs), "study", study.name, "has no run; run 03_launch first, or name logs")
         return MeasuredRuns(runs=tuple(runs))
     machine = load_cluster(cluster) if cluster else None
-    if machine and machine.gpu.kind == "cuda":
-        card = machine.gpu
-    else:
-        card = None
-    runs, unread = measure_all(files(logs), warm_up, card)
+    runs, unread = measure_all(files(logs), warm_up, machine.gpu if machine else None)
     require(bool(runs), "logs", logs, f"no log among them: {[*unread, 'no such file'][0]}")
     names = Counter(run.name for run in runs)
     for number, run in enumerate(runs):
@@ -190,17 +137,13 @@ def accuracy(recalibration: Recalibration) -> Text:
     """How wrong predictions of time were before the runs, and after them for a run that the fit has
     not seen.
     """
-    if not recalibration.fit:
-        if not recalibration.left_out:
-            return NOTHING
-        return Text.of("Nothing to predict: {}.", recalibration.left_out[0].reason)
-    before, after = (f"{100 * error['median']:.2g} %" for error in recalibration.errors().values())
-    runs = len(recalibration.rows)
-    text = Text.of("Predicted seconds were wrong by **{}** (median of {} runs)", before, runs)
-    if recalibration.fit.weight:
-        return Text.of("{}; by constants fitted to the other runs, by **{}**.", text, after)
-    kept = "constants fitted to these predict no better, so those from before are kept"
-    return Text.of("{}; {}.", text, kept)
+    errors = recalibration.errors()
+    if not errors:
+        return NOTHING
+    words = "Predicted seconds were wrong by **{:.2g} %** (median of {} runs)"
+    words += "; by constants fitted to the other runs, by **{:.2g} %**."
+    before, after = (100 * error["median"] for error in errors.values())
+    return Text.of(words, before, len(recalibration.rows), after)
 
 
 def measure_path(
@@ -275,11 +218,12 @@ def _is_run(folder: Path) -> bool:
         return False  # the log alone can still be read
 
 
-def read_folder(folder: Path | str) -> tuple[list[dict[str, Any]], list[str]]:
+def read_folder(folder: Path | str) -> tuple[DataFrame, list[str]]:
     """The rows of the runs at and below a folder, by path, and why files hold none; ValueError
     without a folder.
     """
     folder = Path(folder)
     require_folder("folder", folder)
     runs, unread = measure_all(below(folder))
-    return sorted(rows_of(runs, folder), key=lambda row: natural(row["source"])), unread
+    runs.sort(key=lambda run: natural(str(run.log.source)))
+    return frame(runs, folder), unread

@@ -16,6 +16,7 @@ from trilane.utils.validation import require
 # mean square. On another day the network may differ: 76 % once.
 SINGLE_DEVIATION = 0.049  # of ln(seconds)
 SINGLE_FREEDOM = 7
+CONFIDENCE = 0.95  # of the interval
 LEAST_DEVIATION = 1e-6  # of runs that are equal to their last digit
 SINGLE_SOURCE = (
     "one run a side: taken from repeats of one configuration on one day, "
@@ -28,7 +29,7 @@ class Comparison:
     """B relative to A by the medians of their runs; `change` is ln(B / A) of the time, below 0
     where B is faster.
 
-    low, high      its confidence interval; `decided` where 0 lies outside
+    low, high      its 95 % interval; `decided` where 0 lies outside
     deviation      of ln(seconds) between runs of one side; `source` is where that number comes from
     """
 
@@ -40,7 +41,6 @@ class Comparison:
     change: float
     low: float
     high: float
-    confidence: float
     deviation: float
     source: str
     notes: tuple[str, ...] = ()
@@ -53,33 +53,21 @@ class Comparison:
     @property
     def sentence(self) -> str:
         """The result, with its interval."""
-        size = abs(math.expm1(self.change))
-        low = math.expm1(self.low)
-        high = math.expm1(self.high)
-        is_faster = self.change < 0
+        ratio, low, high = (math.exp(x) for x in (self.change, self.low, self.high))
+        text = f"B takes {ratio:.3f} of A's time ({low:.3f} to {high:.3f}, 95 %)"
         if self.decided:
-            near, far = sorted([abs(low), abs(high)])
-            word = "faster" if is_faster else "slower"
-            return f"B is {size:.1%} {word} ({near:.1%} to {far:.1%}, {self.confidence:.0%})"
-        change = f"B takes {size:.1%} {'less' if is_faster else 'more'} time than A"
-        span = f"which may be {low:+.1%} to {high:+.1%} ({self.confidence:.0%})"
-        return f"no difference shown: {change}, {span}; more runs a side narrow that"
+            return f"B is {'faster' if ratio < 1 else 'slower'}: {text}"
+        return f"no difference shown: {text}; more runs a side narrow that"
 
     def summary(self) -> str:
         """The result, the seconds of both sides, the spread between runs, and notes, in lines."""
-        if self.unit == "iteration":
-            unit = "an iteration"
-        else:
-            unit = "a token"
-        seconds = f"A {self.seconds_a:.4g} s, B {self.seconds_b:.4g} s {unit}"
+        seconds = f"A {self.seconds_a:.4g} s, B {self.seconds_b:.4g} s per {self.unit}"
         runs = f"{seconds} ({self.runs_a} and {self.runs_b} runs)"
         spread = f"spread between runs {self.deviation:.2%}: {self.source}"
         return "\n".join([self.sentence, runs, spread, *self.notes])
 
 
-def compare(
-    a: Sequence[Measurement], b: Sequence[Measurement], confidence: float = 0.95
-) -> Comparison:
+def compare(a: Sequence[Measurement], b: Sequence[Measurement]) -> Comparison:
     """The comparison of two sets of runs; ValueError where a side has no run with a time.
 
         compare(measure_path("a.log"), measure_path("b.log")).sentence
@@ -92,7 +80,6 @@ def compare(
     """
     from scipy.stats import t
 
-    require(0.5 <= confidence < 1, "confidence", confidence, "must lie between 0.5 and 1")
     tokens = np.array([run.tokens_per_s * run.sec_per_it for run in (*a, *b)])
     per_token = len(tokens) > 0 and tokens.max() > 1.001 * tokens.min()  # False for NaN
     x = _log_seconds("A", a, per_token)
@@ -100,7 +87,7 @@ def compare(
     deviation, freedom, source = _spread(x, y)
     change = float(y.mean() - x.mean())
     error = deviation * math.sqrt(1 / len(x) + 1 / len(y))
-    reach = float(t.ppf((1 + confidence) / 2, freedom)) * error
+    reach = float(t.ppf((1 + CONFIDENCE) / 2, freedom)) * error
     return Comparison(
         runs_a=len(x),
         runs_b=len(y),
@@ -110,7 +97,6 @@ def compare(
         change=change,
         low=change - reach,
         high=change + reach,
-        confidence=confidence,
         deviation=deviation,
         source=source,
         notes=tuple(_notes(a, b)),

@@ -27,52 +27,32 @@ from trilane.workspace.status import Status
 TIMERS: dict[str, Any] = shipped_json("timers")
 
 
-def iteration_flops(
-    shape: ModelShape, batch: float, tp: int = 1, recompute: str = "none"
-) -> dict[str, float]:
+def iteration_flops(shape: ModelShape, batch: float, recompute: str = "none") -> dict[str, float]:
     """FLOPs of one iteration of the whole job, by definition.
 
-    B sequences of s tokens, L layers, h hidden size, V padded vocabulary, N parameters, t
-    tensor-parallel size:
+    B sequences of s tokens, L layers, h hidden size, V padded vocabulary:
 
         narayanan        96 B s L h^2 (1 + s/(6h) + V/(16 L h)) with full recomputation, 72 and 12
                          for 96 and 16 without
-        size_factor      2 N s B, times 4 with full recomputation and 3 without
-        replicated       8 s B L (12 h^2 + 13 h + 6 h (t - 1)), whether or not anything is
-                         recomputed
         megatron_causal  72 B s L h^2 (1 + s/(12h) + V/(12 L h)): half of the scores are masked,
                          nothing is recomputed
 
     The first is ours: Narayanan et al. 2021, arXiv:2104.04473, equation 3, which Megatron-DeepSpeed
-    printed from February 2022 on. The second is of the BigScience chronicles' tables of 2021; it
-    leaves out the attention core. The third was printed before: its ranks' parameters were summed,
-    so that norms and row-parallel biases (6 h in GPT-2) count t times and embeddings never; exact
-    on the chronicles' 46 rows of 17 and 20 February. The last is `num_floating_point_operations` in
-    training.py of Megatron-LM 2025 (core 0.16). Left out by all: norms, softmax, GELU, optimizer.
+    printed from February 2022 on. The other is `num_floating_point_operations` in training.py of
+    Megatron-LM 2025 (core 0.16). Left out by both: norms, softmax, GELU, optimizer.
     """
-    s = shape.seq_length
-    L = shape.num_layers
-    h = shape.hidden_size
-    is_full = recompute == "full"
-    passes = 4 if is_full else 3
-    copies = 2 * shape.norm_parameters
-    if shape.biases == "all":
-        copies += 2 * h
-    per_rank = shape.layer_parameters + copies * (tp - 1)
+    masked = 6.0 * batch * shape.seq_length**2 * shape.num_layers * shape.hidden_size
     return {
-        "narayanan": shape.flops_per_iteration(batch, is_full),
-        "size_factor": 2.0 * shape.parameters * passes * batch * s,
-        "replicated": 8.0 * batch * s * L * per_rank,
-        "megatron_causal": shape.flops_per_iteration(batch) - 6.0 * batch * s**2 * L * h,
+        "narayanan": shape.flops_per_iteration(batch, recompute == "full"),
+        "megatron_causal": shape.flops_per_iteration(batch) - masked,
     }
 
 
 def rates(config: RunConfig, seconds: float) -> dict[str, float]:
     """FLOP/s per GPU by definition; {} where shape, GPUs, batch or seconds are unknown."""
-    shape = config.shape
-    if not (shape and config.gpus and config.gbs > 0 and seconds > 0):
+    if not (config.shape and config.gpus and config.gbs > 0 and seconds > 0):
         return {}
-    flops = iteration_flops(shape, config.gbs, config.tp, config.recompute)
+    flops = iteration_flops(config.shape, config.gbs, config.recompute)
     return {name: number / seconds / config.gpus for name, number in flops.items()}
 
 
@@ -99,16 +79,6 @@ def utilization(config: RunConfig, seconds: float) -> dict[str, float]:
     }
 
 
-def printed_rates(log: RunLog) -> dict[str, float]:
-    """`printed`: FLOP/s per GPU as the log has them, the median of all lines but the first."""
-    column = log.column("flops_per_s_per_gpu")
-    if np.isfinite(column[1:]).any():
-        column = column[1:]
-    if not np.isfinite(column).any():
-        return {}
-    return {"printed": float(np.nanmedian(column))}
-
-
 @dataclass(frozen=True, kw_only=True)
 class Measurement(Record):
     """The summary of one run that every command, table and notebook shows; NaN where neither log
@@ -116,7 +86,7 @@ class Measurement(Record):
 
     config          what ran; its `gbs` is that of the window
     window          which iterations count (see steady_state), `iterations` how many
-    sec_per_it      their median; `spread` half the distance of their quartiles relative to it
+    sec_per_it      their median
     tokens_per_s    of the whole job
     flops_per_s     per GPU by definition (iteration_flops, and `printed` where the log has it)
     utilization     mfu and hfu, where the card is known
@@ -132,13 +102,11 @@ class Measurement(Record):
     plan: Plan | None = None
     iterations: int
     sec_per_it: float
-    spread: float
     tokens_per_s: float
     flops_per_s: dict[str, float] = field(default_factory=dict)
     utilization: dict[str, float] = field(default_factory=dict)
     lost_share: float
     memory_bytes: float
-    first_loss: float
     last_loss: float
     skipped: int
     nan_iterations: int
@@ -157,18 +125,9 @@ class Measurement(Record):
 
     @property
     def note(self) -> str:
-        """What a table's notes add to the status: another engine than megatron, a rate that is the
-        log's, contradictions.
-        """
-        notes = []
-        if self.plan and self.plan.engine != "megatron":
-            notes.append(self.plan.engine)
-        if "printed" in self.flops_per_s and "narayanan" not in self.flops_per_s:
-            notes.append("TFLOPs as printed")
-        if self.log.problems:
-            columns = dict.fromkeys(problem.column for problem in self.log.problems)
-            notes.append(f"contradicted: {', '.join(columns)}")
-        return ", ".join(notes)
+        """What a table's notes add to the status: the columns that contradict others."""
+        columns = dict.fromkeys(problem.column for problem in self.log.problems)
+        return f"contradicted: {', '.join(columns)}" if columns else ""
 
     @property
     def time_problems(self) -> tuple[Problem, ...]:
@@ -191,7 +150,6 @@ class Measurement(Record):
             "iterations_counted": self.iterations,
             "global_batch_size": self.config.gbs or None,
             "sec_per_it": self.sec_per_it,
-            "sec_per_it_spread": self.spread,
             "tokens_per_s": self.tokens_per_s,
             "tflops": {name: rate / 1e12 for name, rate in self.flops_per_s.items()},
             "mfu": self.utilization.get("mfu"),
@@ -234,17 +192,10 @@ def measure_log(
     config = of_window(config, log, window.counts)
     times = log.column("sec_per_it")
     counted = times[window.counts[: len(times)]]
-    spread = math.nan
-    if len(counted):
-        low, seconds, high = np.quantile(counted, [0.25, 0.5, 0.75]).tolist()
-        if seconds > 0:
-            spread = (high - low) / 2 / seconds
-    else:
-        seconds = mean_seconds(log)
+    seconds = median(counted) if len(counted) else mean_seconds(log)
+    tokens_per_s = 0.0
     if seconds > 0:
         tokens_per_s = config.gbs * config.seq_length / seconds
-    else:
-        tokens_per_s = 0.0
     later = times[WARM_UP:]
     later = later[np.isfinite(later)]
     lost_share = math.nan
@@ -253,6 +204,11 @@ def measure_log(
     loss = log.column("lm_loss")
     loss = loss[np.isfinite(loss)]
     computed = rates(config, seconds)
+    column = log.column("flops_per_s_per_gpu")
+    printed = median(column[1:])  # the first line is of the warm-up
+    if math.isnan(printed):
+        printed = median(column)
+    flops_per_s = {} if math.isnan(printed) else {"printed": printed}
     problems = _card_problems(log, config, window, computed)
     return Measurement(
         name=name or log.source.name,
@@ -262,13 +218,11 @@ def measure_log(
         plan=plan,
         iterations=len(counted),
         sec_per_it=seconds,
-        spread=spread,
         tokens_per_s=tokens_per_s or printed_tokens(log, window.counts, config.gpus),
-        flops_per_s={**printed_rates(log), **computed},
+        flops_per_s={**flops_per_s, **computed},
         utilization=utilization(config, seconds),
         lost_share=lost_share,
         memory_bytes=float(max(memory_by_rank(log).values(), default=math.nan)),
-        first_loss=float(loss[0]) if len(loss) else math.nan,
         last_loss=float(loss[-1]) if len(loss) else math.nan,
         skipped=skipped_iterations(log),
         nan_iterations=nan_iterations(log),
@@ -355,20 +309,18 @@ def nan_iterations(log: RunLog) -> int:
     return max(counted, int(is_broken.sum()))
 
 
-def phases(log: RunLog, window: SteadyState | None = None) -> dict[str, float]:
-    """Median seconds per iteration of each phase by the timers of the printing rank; {} without
-    timers.
-
-    With a window, over the iterations that count, where timers were printed for any of them.
+def phases(run: Measurement) -> dict[str, float]:
+    """Median seconds per iteration of each phase by the timers of the printing rank, over the
+    iterations that count where timers were printed for any of them; {} without timers.
 
     Megatron prints the mean over its log interval. `pipeline_wait` is what that rank spends in
     sends, receives and the all-reduce of the shared embedding: on the last stage these include the
     pipeline's fill and drain, so it is an upper bound of the bubble. `batch-generator` runs inside
     forward-compute and is left out where the log has that.
     """
-    timers = log.timers
-    if window is not None and "iteration" in timers and "iteration" in log.iterations:
-        counted = timers["iteration"].isin(log.iterations["iteration"][window.counts])
+    timers = run.log.timers
+    if "iteration" in timers and "iteration" in run.log.iterations:
+        counted = timers["iteration"].isin(run.log.iterations["iteration"][run.window.counts])
         timers = timers[counted] if counted.any() else timers
     medians = timers.drop(columns="iteration", errors="ignore").median().dropna()
     seconds = dict.fromkeys(TIMERS["phases"], 0.0)

@@ -20,30 +20,31 @@ def plan_report(
     plan: Plan,
     calibration: Calibration | None = None,
     tokens: float | None = None,
-    seconds: float | None = None,
     trace: Trace | None = None,
 ) -> tuple[dict[str, Any], str]:
     """A plan with its prediction and what limits it, as JSON that read_plan() takes for a plan, and
     as text.
 
-    With the days of `tokens`, nothing going wrong, the rates of an iteration that took `seconds`,
-    and what was traced.
+    With the days of `tokens`, nothing going wrong, and what was traced.
     """
     why = explain(plan, calibration)
     p = why.prediction
     shape = plan.shape
     topology = plan.topology
     gpu = plan.cluster.gpu
-    rate = _rates(plan, p.sec_per_it)
+    config = config_of(plan)
+    used = utilization(config, p.sec_per_it)
+    tflops = {name: rate / 1e12 for name, rate in rates(config, p.sec_per_it).items()}
     values = {
         "id": plan.id,
         **plan.to_json(),
         **p.beside(),
         "parameters": shape.parameters,
         "why": why.to_json(),
-        **rate,
+        "tflops": tflops,
+        "mfu": used.get("mfu"),
+        "hfu": used.get("hfu"),
         "days": None,
-        "measured": None,
         "traced": trace.to_json() if trace else None,
     }
     size = f"{shape.num_layers} x {shape.hidden_size}, {shape.parameters / 1e9:.4g} B parameters"
@@ -62,7 +63,9 @@ def plan_report(
         bar = "#" * round(40 * share)
         text = f"{'':10}{name:16} {share * p.sec_per_it:9.3f} {share:4.0%} {bar}"
         lines.append(text.rstrip())
-    lines.append(f"rate      {_rate_text(rate)}")
+    words = [f"{value:.4g} TFLOPs {name}" for name, value in tflops.items()]
+    words += [f"{name.upper()} {value:.1%}" for name, value in used.items()]
+    lines.append(f"rate      {', '.join(words)}")
     memory = f"{p.memory_bytes / 2**30:.1f} GiB of {gpu.memory_bytes / 2**30:.1f}"
     if p.host_memory_bytes:
         memory += f", {p.host_memory_bytes / 2**30:.1f} GiB of the host"
@@ -82,12 +85,6 @@ def plan_report(
         values["days"] = days
         hours = f"{days * 24 * topology.gpus:,.0f} GPU-hours"
         lines.append(f"tokens    {tokens:g}: {days:.1f} days of work, {hours}")
-    if seconds is not None:
-        ratio = seconds / p.sec_per_it
-        measured = _rates(plan, seconds)
-        values["measured"] = {"seconds": seconds, "ratio": ratio, **measured}
-        text = f"{seconds:g} s, {ratio:.3f} of the prediction; {_rate_text(measured)}"
-        lines.append(f"measured  {text}")
     return values, "\n".join(lines)
 
 
@@ -112,19 +109,3 @@ def _traced(trace: Trace, stages: Sequence[StageMemory]) -> list[str]:
 
 def _gib(sizes: dict[str, float]) -> str:
     return ", ".join(f"{name} {size / 2**30:.2f}" for name, size in sizes.items() if size)
-
-
-def _rates(plan: Plan, seconds: float) -> dict[str, Any]:
-    """`tflops` by each definition of iteration_flops, `mfu` and `hfu` of an iteration of so many
-    seconds.
-    """
-    config = config_of(plan)
-    share = utilization(config, seconds)
-    tflops = {name: rate / 1e12 for name, rate in rates(config, seconds).items()}
-    return {"tflops": tflops, "mfu": share.get("mfu"), "hfu": share.get("hfu")}
-
-
-def _rate_text(rate: dict[str, Any]) -> str:
-    words = [f"{value:.4g} TFLOPs {name}" for name, value in rate["tflops"].items()]
-    words += [f"{name.upper()} {rate[name]:.1%}" for name in ("mfu", "hfu") if rate[name]]
-    return ", ".join(words)

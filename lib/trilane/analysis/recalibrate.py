@@ -6,7 +6,6 @@ from pathlib import Path
 
 from trilane.analysis.collect import files, measure_all
 from trilane.analysis.measure import Measurement
-from trilane.analysis.run_config import card
 from trilane.config.cluster import Cluster
 from trilane.config.parallelism import Topology, invalid_reason
 from trilane.costmodel.calibration import Calibration, Configuration
@@ -36,7 +35,7 @@ def fit_source(source: str, cluster: Cluster) -> Recalibration:
     require(bool(paths), "rows", source, rule)
     tables = [path for path in paths if path.suffix in SUFFIXES]
     logs = [path for path in paths if path.suffix not in SUFFIXES]
-    runs, unread = measure_all(logs, gpu=cluster.gpu if cluster.gpu.kind == "cuda" else None)
+    runs, unread = measure_all(logs, gpu=cluster.gpu)
     rows, skipped, ignored = _rows(runs, tables, cluster)
     skipped += [Skipped(row_id=source, reason=reason) for reason in unread]
     return recalibrated(rows, skipped, ignored, cluster, least=2)
@@ -87,20 +86,10 @@ def _rows(
             memory_bytes=run.memory_bytes,
             case=case,
             stack=stack(run, case),
-            problem=_problem(run, case),
+            problem=str(run.time_problems[0]) if run.time_problems else "",
         )
         rows.append(row)
     return rows, skipped, ignored
-
-
-def _problem(run: Measurement, case: Configuration) -> str:
-    """Why a run is no measurement of its case; "" where nothing contradicts it."""
-    gpu = card(run.log)
-    if gpu and gpu.name.partition("-")[0] != case.cluster.gpu.name.partition("-")[0]:
-        return f"ran on {gpu.name}, by its log"
-    if run.time_problems:
-        return str(run.time_problems[0])
-    return ""
 
 
 def stack(run: Measurement, case: Configuration) -> str:

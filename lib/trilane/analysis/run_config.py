@@ -7,8 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from trilane.config import cluster
-from trilane.config.cluster import Gpu, card_words
+from trilane.config.cluster import Gpu
 from trilane.config.model import GATED, ModelShape, padded_vocab_size
 from trilane.config.plan import Plan
 from trilane.logs.run import RunLog
@@ -27,14 +26,13 @@ class RunConfig:
     """What ran. Where unknown: no shape, 0 for a number, "" for card and precision, one for a
     degree of parallelism.
 
-    `parameters` and `seq_length` may be known without the shape; `gbs` is sequences per iteration;
+    `seq_length` may be known without the shape; `gbs` is sequences per iteration;
     `peak_flops_per_s` the card's matmul rate in the run's precision, of data sheets
     (data/clusters); `note` why there is no shape, where the log shows a model that is no dense
     decoder.
     """
 
     shape: ModelShape | None = None
-    parameters: float = 0
     gpus: int = 0
     tp: int = 1
     pp: int = 1
@@ -57,22 +55,28 @@ def run_config(log: RunLog, plan: Plan | None = None, gpu: Gpu | None = None) ->
     """
     if plan:
         return config_of(plan)
-    return _of_log(log, gpu or card(log))
+    return _of_log(log, gpu)
 
 
 def of_window(config: RunConfig, log: RunLog, counts: np.ndarray) -> RunConfig:
     """The configuration with the batch size and the sequence length of the rows that `counts`
     marks.
     """
-    batch = log.column("global_batch_size")[counts[: len(log.column("global_batch_size"))]]
-    length = log.column("seq_length")[counts[: len(log.column("seq_length"))]]
-    if len(batch) and np.median(batch) > 0:
-        config = replace(config, gbs=float(np.median(batch)))
-    if len(length) and np.median(length) >= 1:
-        tokens = int(np.median(length))
-        shape = config.shape and replace(config.shape, seq_length=tokens)
-        config = replace(config, seq_length=tokens, shape=shape)
+    batch = _median(log, "global_batch_size", counts)
+    if batch > 0:
+        config = replace(config, gbs=batch)
+    length = int(_median(log, "seq_length", counts))
+    if length >= 1:
+        shape = config.shape and replace(config.shape, seq_length=length)
+        config = replace(config, seq_length=length, shape=shape)
     return config
+
+
+def _median(log: RunLog, name: str, counts: np.ndarray) -> float:
+    """The median of a column over the rows that count; 0 where none prints it."""
+    values = log.column(name)
+    values = values[counts[: len(values)]]
+    return float(np.nan_to_num(np.median(values))) if len(values) else 0.0
 
 
 def config_of(plan: Plan) -> RunConfig:
@@ -87,7 +91,6 @@ def config_of(plan: Plan) -> RunConfig:
     names = ("gpus", "tp", "pp", "dp", "mbs", "gbs", "recompute", "interleaving", "precision")
     return RunConfig(
         shape=plan.shape,
-        parameters=plan.shape.parameters,
         seq_length=plan.shape.seq_length,
         card=gpu.name,
         card_bytes=gpu.memory_bytes,
@@ -108,17 +111,14 @@ def _of_log(log: RunLog, gpu: Gpu | None) -> RunConfig:
     if per_stage:
         interleaving = max(1, _whole(log, "num_layers") // (pp * per_stage))
     shape = None
-    parameters: float = 0
     note = ""
     other = _not_dense(log)
     if other:
         note = f"no TFLOPs by shape: {other} is no dense decoder's"
     else:
         shape = _shape(log)
-        parameters = shape.parameters if shape else _parameters(log)
     config = RunConfig(
         shape=shape,
-        parameters=parameters,
         note=note,
         gpus=gpus,
         tp=tp,
@@ -131,7 +131,7 @@ def _of_log(log: RunLog, gpu: Gpu | None) -> RunConfig:
         interleaving=interleaving,
         precision=_precision(log),
     )
-    if not gpu:
+    if not gpu or gpu.kind != "cuda":
         return config
     peak = getattr(gpu, f"{config.precision or 'fp16'}_flops_per_s")
     return replace(config, card=gpu.name, card_bytes=gpu.memory_bytes, peak_flops_per_s=peak)
@@ -153,19 +153,6 @@ def _recompute(log: RunLog) -> str:
     if _is_on(log, *NAMES["full_recompute"]):
         return "full"
     return "none"
-
-
-def card(log: RunLog) -> Gpu | None:
-    """The catalogue's card that nvidia-smi shows in the log; None where it shows none, or an
-    unknown one.
-    """
-    if not log.devices:
-        return None
-    device = log.devices[0]
-    words = card_words(device.name.replace(".", "")) - {"PCIE"}
-    known = [cluster.cluster(name).gpu for name in cluster.catalogue()]
-    fitting = [gpu for gpu in known if words <= card_words(gpu.name)]
-    return min(fitting, key=lambda gpu: abs(gpu.memory_bytes - device.total_bytes), default=None)
 
 
 def _shape(log: RunLog) -> ModelShape | None:
@@ -240,20 +227,6 @@ def _not_dense(log: RunLog) -> str:
     if width and width != _whole(log, "hidden_size"):
         names.append("kv_channels")
     return ", ".join(f"{name}={given[name]}" for name in names)
-
-
-def _parameters(log: RunLog) -> float:
-    """As ModelShape.parameters counts them, without the number of heads; else the size of a typed
-    table, in 1e9.
-    """
-    L, h, s = (_whole(log, *NAMES[name]) for name in ("layers", "hidden", "sequence"))
-    V = _whole(log, "padded_vocab_size", "vocab_size")
-    if L and h and s and V:
-        return L * (12 * h * h + 13 * h) + (V + s + 2) * h
-    size = log.arguments.get("size")
-    if isinstance(size, int | float) and size > 0:
-        return size * 1e9
-    return 0
 
 
 def _batch(log: RunLog, replicas: int) -> float:

@@ -14,7 +14,6 @@ from trilane.analysis.loss_curve import LEAST, SIGMAS, WINDOW, Curve, baseline, 
 from trilane.logs.run import RunLog
 from trilane.utils.tables import Record, as_json
 
-CALM = "no spike, jump or divergence"
 # the least size of an event, as the logarithm of value over level
 LOSS_SPIKE = math.log(1.05)
 NORM_SPIKE = math.log(2)
@@ -113,8 +112,7 @@ def _divergence(curve: Curve, spikes: Sequence[Event]) -> list[Event]:
     is_number = np.isfinite(table["lm_loss"].to_numpy(float))
     if len(is_number) > 3 and not is_number[-3:].any():
         first = int(table["iteration"].iloc[np.flatnonzero(is_number)[-1] + 1])
-        level = float(np.exp(np.median(x[-WINDOW:])))
-        return [_diverged(first, first, level, math.nan)]
+        return [_diverged(first, first, np.median(x[-WINDOW:]), math.nan)]
     if len(x) < 2 * LEAST:
         return []
     width = min(WINDOW, len(x) // 2)
@@ -127,13 +125,18 @@ def _divergence(curve: Curve, spikes: Sequence[Event]) -> list[Event]:
     lasting = [event.iteration for event in spikes if event.recovered is None]
     start = [*lasting, int(iteration[best])][0]
     peak = best + int(np.argmax(x[best:]))
-    level = float(np.exp(smooth[best]))
-    return [_diverged(start, int(iteration[peak]), level, float(np.exp(x[peak])))]
+    return [_diverged(start, int(iteration[peak]), smooth[best], x[peak])]
 
 
-def _diverged(start: int, peak_at: int, level: float, peak: float) -> Event:
-    kind = "divergence"
-    return Event(kind=kind, iteration=start, peak_iteration=peak_at, level=level, peak=peak)
+def _diverged(start: int, worst: int, level: float, peak: float) -> Event:
+    """A divergence, of logarithms."""
+    return Event(
+        kind="divergence",
+        iteration=start,
+        peak_iteration=worst,
+        level=float(np.exp(level)),
+        peak=float(np.exp(peak)),
+    )
 
 
 def _logarithms(curve: Curve, name: str) -> tuple[np.ndarray, np.ndarray]:
@@ -149,9 +152,6 @@ def training_record(group: Sequence[RunLog], curve: Curve, continuity: Any) -> d
         {"iteration": restart.iteration, "redone": restart.redone, "log": restart.log}
         for restart in curve.restarts
     ]
-    problems = []
-    for log in group:
-        problems += [{"file": log.source, **as_json(problem)} for problem in log.problems]
     record = {
         "files": [log.source for log in group],
         "iterations": len(curve.table),
@@ -159,27 +159,21 @@ def training_record(group: Sequence[RunLog], curve: Curve, continuity: Any) -> d
         "events": find_spikes(curve),
         "breaks": continuity.breaks,
         "unjudged": continuity.unjudged,
-        "problems": problems,
     }
     return dict(as_json(record))
 
 
 def training_text(group: Sequence[RunLog], curve: Curve, continuity: Any) -> str:
-    """A training in a line, and a line for each restart, event, break of a restart, and problem of
-    a log.
-    """
+    """A training in a line, and a line for each restart, event and break of a restart."""
     lines = [f"{', '.join(str(log.source) for log in group)}: {len(curve.table)} lines"]
     for restart in curve.restarts:
         again = f"({restart.redone} lines done again)"
         lines.append(f"  restart at iteration {restart.iteration} {again}: {restart.log}")
-    events = [f"  {event.sentence}" for event in find_spikes(curve)]
-    if not events and not continuity.breaks:
-        numbers = max(len(_logarithms(curve, name)[0]) for name in ("lm_loss", "grad_norm"))
-        if 2 * numbers >= len(curve.table):
-            events = [f"  {CALM}"]
-        else:
-            events = [f"  cannot be judged: {numbers} lines have a loss or norm above 0"]
-    lines += [*events, *(f"  {line}" for line in continuity.summary().splitlines())]
-    for log in group:
-        lines += [f"  problem of {log.source.name}: {problem}" for problem in log.problems]
-    return "\n".join(lines)
+    events = find_spikes(curve)
+    lines += [f"  {event.sentence}" for event in events]
+    losses = len(_logarithms(curve, "lm_loss")[0])
+    if losses < LEAST:
+        lines.append(f"  cannot be judged: {losses} lines have a loss above 0")
+    elif not events and not continuity.breaks:
+        lines.append("  no spike, jump or divergence")
+    return "\n".join([*lines, *(f"  {line}" for line in continuity.summary().splitlines())])

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 import numpy as np
 
 from trilane.logs.run import RunLog
-from trilane.utils.numbers import ranges
 
 WARM_UP = 5  # iterations left out at the start: allocation, first use of each kernel
 # A batch filled by tokens varies by 0.3 %; repeats of one run differ by 4.9 %.
@@ -16,26 +15,12 @@ SMALLER = 0.03
 @dataclass(frozen=True, kw_only=True)
 class SteadyState:
     """`counts` marks the rows of the log's iterations that count, (rows,); `left_out` has the
-    others by the reason.
-
-    They have the log's numbers; a row of a typed table has none.
+    numbers of the others by the reason; `note` names a full size that was not reached.
     """
 
     counts: np.ndarray
     left_out: Mapping[str, tuple[int, ...]]
     note: str = ""
-
-    @property
-    def sentence(self) -> str:
-        """Which iterations are left out and why."""
-        parts = [
-            f"{ranges(numbers, 4) or 'a line'} ({reason})"
-            for reason, numbers in self.left_out.items()
-        ]
-        text = f"left out: {'; '.join(parts) or 'none'}"
-        if self.note:
-            return f"{text}; {self.note}"
-        return text
 
 
 def steady_state(
@@ -52,7 +37,7 @@ def steady_state(
     skipped, where the optimizer did not step; a batch size or sequence length smaller by more than
     3 %; the line after an evaluation or a checkpoint, whose time versions before 2024 include,
     where `eval_interval` and `save_interval` are among the arguments. A reason that would leave
-    nothing is ignored, with a note.
+    nothing is ignored.
     """
     counts = np.isfinite(log.column("sec_per_it"))
     if not len(counts):
@@ -71,8 +56,6 @@ def steady_state(
         if (counts & ~is_unsteady).any():
             dropped[reason] = counts & is_unsteady
             counts = counts & ~is_unsteady
-        elif counts.any() and is_unsteady.any():
-            notes.append(f"all that is left is {reason}, so it counts")
     left_out = {
         reason: tuple(iteration[rows & is_number].astype(int).tolist())
         for reason, rows in dropped.items()
@@ -94,11 +77,7 @@ def _reasons(
         size = min(full[name] or np.inf, np.nanmax(sizes, initial=0))
         if size:
             is_small = ~(np.abs(sizes - size) <= SMALLER * size)
-            others = np.unique(sizes[is_small & np.isfinite(sizes)])
-            yield (
-                f"{words} {', '.join(f'{other:.0f}' for other in others)}, not {size:.0f}",
-                is_small,
-            )
+            yield f"{words} is not {size:.0f}", is_small
     step = interval(iteration)
     for name, words in (("eval_interval", "an evaluation"), ("save_interval", "a checkpoint")):
         every = log.arguments.get(name)

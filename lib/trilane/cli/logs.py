@@ -15,7 +15,7 @@ from trilane.logs.dialects import use
 from trilane.logs.run import RunLog
 from trilane.logs.written_tables import read_runs
 from trilane.utils.hooks import hook
-from trilane.utils.tables import csv_text
+from trilane.utils.tables import as_json, csv_text
 from trilane.utils.validation import require
 
 logs = Group("logs", help=GROUPS["logs"])
@@ -69,15 +69,11 @@ def table(
     if bad:
         note([f"left_out={len(bad)}: files that --json names, the first: {bad[0]}"])
     rule = "holds no run: neither plan.json with run.log, nor a training log"
-    require(bool(rows), "folder", folder, rule)
+    require(len(rows) > 0, "folder", folder, rule)
     if sort:
         rows = tables.ordered(rows, sort)
-    values = [{k: None if v != v else v for k, v in row.items()} for row in rows]
-    if csv:
-        text = csv_text(tables.frame(rows))
-    else:
-        text = tables.markdown(rows, sort)
-    return Answer({"folder": str(folder), "rows": values, "left_out": bad}, text)
+    values = {"folder": str(folder), "rows": rows.to_dict("records"), "left_out": bad}
+    return Answer(as_json(values), csv_text(rows) if csv else tables.markdown(rows))
 
 
 @command(logs)

@@ -131,9 +131,6 @@ def show(
     engine: str = option("", f"what trains it; default: {ENGINES[0]}", choices=ENGINES),
     calibration: str = CALIBRATION,
     tokens: float | None = option(None, "also the days that so many tokens take: 300B", above=0),
-    seconds: float | None = option(
-        None, "also the TFLOPs of an iteration measured to take so long", above=0
-    ),
     *,
     choices: Choices,
 ) -> Answer:
@@ -158,7 +155,7 @@ def show(
         trace = None
     known = constants_of(read, calibration)
     note(replaced(read, known))
-    return Answer(*plan_report(read, known, tokens, seconds, trace))
+    return Answer(*plan_report(read, known, tokens, trace))
 
 
 def constants(cluster: Cluster, source: str) -> Calibration:

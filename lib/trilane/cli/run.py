@@ -143,11 +143,11 @@ def plan(
     if trace:
         require(not iterations, "iterations", iterations, "nothing is trained with --trace")
         replace_by(python("-m", "trilane_engine.trace", str(plan), *json_option()))
-    from trilane.analysis.benchmark import benchmark, result
+    from trilane.analysis.benchmark import benchmark
     from trilane.analysis.tables import parse_text
 
     found = benchmark(plan, iterations, leave_out)
-    return Answer(result(found), parse_text([found]), int(not found.status.is_clean))
+    return Answer(found.to_json(), parse_text([found]), int(not found.status.is_clean))
 
 
 def json_option() -> list[str]:

@@ -55,7 +55,7 @@ def phases(measurements: Sequence[Measurement], recalibration: Recalibration) ->
     """
     measured = {}
     for run in measurements:
-        seconds = measure.phases(run.log, run.window)
+        seconds = measure.phases(run)
         if seconds:
             rest = max(run.sec_per_it - sum(seconds.values()), 0.0)
             measured[run.name] = {**seconds, "covered by no timer": rest}
