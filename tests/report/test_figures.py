@@ -106,13 +106,6 @@ def test_a_loss_that_falls_far_is_logarithmic_and_a_quantity_that_no_log_has_get
         losses.curves({"a": join([log()])}, over="days")
 
 
-def test_of_equal_curves_each_is_seen():
-    """The ones below are wider."""
-    lines = losses.curves({name: join([log()]) for name in "abc"}).axes[0].lines
-    widths = [line.get_linewidth() for line in lines if line.get_alpha() is None]
-    assert [width for width in widths if width != 1.5] == pytest.approx([3.6, 2.4, 1.2])
-
-
 def run(name, seconds, **timers):
     """A measurement with the medians of some timers, in seconds."""
     columns = {key.replace("_", "-"): [value] * 2 for key, value in timers.items()}

@@ -3,13 +3,10 @@ markup.
 """
 
 import base64
-import contextlib
 import functools
 import hashlib
-import io
 import json
 import re
-from collections.abc import Iterable
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -19,7 +16,6 @@ import nbformat
 import nh3
 import vl_convert
 from nbconvert import HTMLExporter
-from PIL import Image
 
 from trilane.report.plots.style import MIME, VERSION
 from trilane.utils.tables import Html, short
@@ -64,11 +60,8 @@ def notebook_html(executed: Path) -> str:
     }
     notebook.metadata = {}  # without the state of widgets
     # papermill's own cell on top of a notebook that failed
-    cells = [cell for cell in notebook.cells if "papermill-error-cell-tag" not in _tags(cell)]
-    # what only the last cells know is the first thing that a reader asks for
-    findings = [cell for cell in cells if "finding" in _tags(cell)]
-    rest = [cell for cell in cells if cell not in findings]
-    notebook.cells = _results_first([*rest[:1], *findings, *rest[1:]])
+    own = "papermill-error-cell-tag"
+    notebook.cells = [c for c in notebook.cells if own not in c.metadata.get("tags", [])]
     heading = "figure"
     for cell in notebook.cells:
         if cell.cell_type == "markdown":
@@ -87,17 +80,12 @@ def notebook_html(executed: Path) -> str:
     return without_places(text, executed.parent)
 
 
-def _tags(cell: Any) -> list[str]:
-    tags: list[str] = cell.metadata.get("tags", [])
-    return tags
-
-
 def _keep_what_is_shown(output: Any, heading: str) -> None:
-    """Of an output what a page shows; its metadata are a picture's words and width, and a figure's
+    """Of an output what a page shows; its metadata are a picture's words, and a figure's
     specification.
     """
     data = output["data"]
-    output["metadata"] = {"alt": f"Figure: {heading}", "width": _width(data.get("image/png"))}
+    output["metadata"] = {"alt": f"Figure: {heading}"}
     spec = data.get(MIME)
     if isinstance(spec, dict) and "image/png" in data:
         words = str(spec.get("description") or heading)
@@ -113,43 +101,10 @@ def without_places(text: str, study: Path) -> str:
     """
     for place in (study, study.parent, checkout(), Path.home()):
         if place and str(place) != "/":
-            # at the beginning of a word, also after an escaped line end in JSON
-            name = re.escape(str(place.absolute()))
-            pattern = rf"(?:(?<![\w.-])|(?<=\\[nrt])){name}(/(?=\S)|(?![\w.-]))"
+            name = re.escape(str(place.absolute()))  # at the beginning of a word
+            pattern = rf"(?<![\w.-]){name}(/(?=\S)|(?![\w.-]))"
             text = re.sub(pattern, lambda match: "" if match[1] else ".", text)
     return text
-
-
-def _results_first(cells: Iterable[Any]) -> list[Any]:
-    """The cells; the code between two texts is one cell below its outputs, that of a cell `formula`
-    above its own.
-    """
-    ordered: list[Any] = []
-    sources: list[str] = []
-    for cell in [*cells, None]:
-        if cell and cell.cell_type == "code" and "formula" not in _tags(cell):
-            sources.append(cell.source)
-            cell.source = ""
-            if cell.outputs:
-                ordered.append(cell)
-            continue
-        code = "\n\n".join(filter(None, sources))
-        sources.clear()
-        if code:
-            ordered.append(nbformat.v4.new_code_cell(code))
-        if cell:
-            ordered.append(cell)
-    return ordered
-
-
-def _width(png: Any) -> int | None:
-    """How wide a picture is shown, in CSS pixels: 110 an inch, so that letters of 8 points are 12
-    pixels high.
-    """
-    with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
-        picture = Image.open(io.BytesIO(base64.b64decode(png)))
-        return round(picture.width / picture.info["dpi"][0] * 110)
-    return None
 
 
 def _about(notebook: Any, executed: Path) -> dict[str, str]:
@@ -206,43 +161,17 @@ class _Renderer(mistune.HTMLRenderer):
         return str(Html.of("<p>{}</p>\n", html))
 
     def inline_math(self, latex: str) -> str:
-        return formula(latex)
+        return str(Html.of("<code>{}</code>", latex))
 
     def block_math(self, latex: str) -> str:
-        return f"<p>{formula(latex)}</p>\n"
+        return str(Html.of("<p><code>{}</code></p>\n", latex))
 
 
 def markdown_html(text: str) -> str:
-    """Markdown with tables and formulas ($...$, $$...$$) as HTML."""
+    """Markdown with tables as HTML; of formulas ($...$, $$...$$) the source."""
     return str(
         mistune.create_markdown(renderer=_Renderer(escape=False), plugins=["table", "math"])(text)
     )
-
-
-@functools.lru_cache(256)
-def formula(latex: str) -> str:
-    """A formula as a picture that JupyterLab's looks like; its source is read aloud, and shown
-    where it is no LaTeX.
-
-    What matplotlib's mathtext draws: one line, \\frac, \\sqrt, \\sum, \\mathrm; no environments.
-    """
-    from matplotlib.font_manager import FontProperties
-    from matplotlib.mathtext import math_to_image
-
-    line = " ".join(latex.split())
-    drawn = io.BytesIO()
-    size = 12  # points
-    try:
-        depth = math_to_image(f"${line}$", drawn, FontProperties(size=size), dpi=72, format="svg")
-    except ValueError:
-        return str(Html.of("<code>{}</code>", line))
-    svg = re.sub(rb"(?s)<metadata>.*?</metadata>", b"", drawn.getvalue())  # has the time
-    style = f"vertical-align: {-depth / size:.3f}em"
-    height = re.search(rb'height="([\d.]+)pt"', svg)
-    if height:
-        style += f"; height: {float(height[1]) / size:.3f}em"
-    source = f"data:image/svg+xml;base64,{base64.b64encode(svg).decode()}"
-    return str(Html.of('<img class="math" alt="{}" style="{}" src="{}">', line, style, source))
 
 
 def plain_html(text: str) -> str:

@@ -1,4 +1,4 @@
-"""The index of a study, and its zip."""
+"""The index of a study."""
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -15,41 +15,30 @@ from trilane.workspace.study import Study
 
 
 def write_index(study: Study) -> Path:
-    """Write the study's index.html: its notebooks (the decision first), its runs with their status,
-    its results.
+    """Write the study's index.html: its notebooks, its runs with their status, its results.
 
     One process at a time does it, so that the last one lists what all have made.
     """
-    with FolderLock([study.folder], ".index.lock", "study").held(20.0):
-        notebooks = sorted(study.folder.glob("*.ipynb"))
-        notebooks.sort(key=lambda path: path.stem != "08_decision")
-        files = sorted(study.folder.iterdir())
-        names = [path.name for path in files if path.suffix in (".json", ".csv")]
-        heads = ("Question", "Status", "Seconds", "Executed copy")
-        parts = [
-            Html.of("<h1>Study “{}”</h1>", study.name),
-            Html("<h2>Notebooks</h2>"),
-            table(heads, [_notebook_row(path) for path in notebooks]),
-        ]
-        if study.run_folders():
-            runs = [_run_row(folder) for folder in study.run_folders()]
-            parts += [
-                Html("<h2>Runs</h2>"),
-                table(("Run", "Status", "Evidence", "Files"), runs),
-            ]
-        links = Html.joined(" · ", [Html.link(name, name) for name in names])
-        parts.append(Html.of("<h2>Results</h2>\n<p>{}</p>", links))
-        return write_page(study.folder / "index.html", Html.of("Study “{}”", study.name), parts)
-
-
-def write_page(path: Path, heading: Html, parts: Iterable[Html]) -> Path:
-    """Write a page of these parts."""
     environment = jinja2.Environment(undefined=jinja2.StrictUndefined, autoescape=True)
     template = environment.from_string((DATA / "page.html.j2").read_text(encoding="utf-8"))
     css = Html((DATA / "report.css").read_text(encoding="utf-8"))
-    body = Html.joined("\n", parts)
-    text = template.render(css=css, body=body, policy=Html(POLICY), title=heading, stamp=stamp())
-    return replace_text(path, text)
+    heading = Html.of("Study “{}”", study.name)
+    with FolderLock([study.folder], ".index.lock", "study").held(20.0):
+        files = sorted(study.folder.iterdir())
+        notebooks = [_notebook_row(path) for path in files if path.suffix == ".ipynb"]
+        runs = [_run_row(folder) for folder in study.run_folders()]
+        names = [path.name for path in files if path.suffix in (".json", ".csv")]
+        parts = [
+            Html.of("<h1>{}</h1>\n<h2>Notebooks</h2>", heading),
+            table(("Question", "Status", "Executed copy"), notebooks),
+            Html("<h2>Runs</h2>"),
+            table(("Run", "Status", "Evidence", "Files"), runs),
+            Html("<h2>Results</h2>"),
+            Html.of("<p>{}</p>", Html.joined(" · ", [Html.link(name, name) for name in names])),
+        ]
+        body = Html.joined("\n", parts)
+        page = {"css": css, "body": body, "policy": Html(POLICY), "title": heading}
+        return replace_text(study.folder / "index.html", template.render(page, stamp=stamp()))
 
 
 def table(heads: Sequence[str], rows: Iterable[Iterable[object]]) -> Html:
@@ -65,21 +54,18 @@ def table(heads: Sequence[str], rows: Iterable[Iterable[object]]) -> Html:
 
 
 def _notebook_row(path: Path) -> list[object]:
-    """Question, status, seconds and executed copy of a notebook."""
+    """Question, status and executed copy of a notebook."""
     heading = path.stem
     status = "damaged"
-    seconds = ""
     try:
         notebook = read_notebook(path)
-        duration = notebook.metadata.get("papermill", {}).get("duration")
-        seconds = f"{duration:.0f}" if duration else ""
         status = state(notebook)
         heading = title(notebook)
     except (ValueError, TypeError, AttributeError):
         pass
     report = path.with_suffix(".html")
     question = Html.link(heading, report.name) if report.exists() else heading
-    return [question, _status(status), seconds, Html.link(path.name, path.name)]
+    return [question, _status(status), Html.link(path.name, path.name)]
 
 
 def _run_row(folder: Path) -> list[object]:

@@ -16,7 +16,7 @@ from trilane.costmodel.predict import RISKY, SAFE
 from trilane.forecasting.request import TOKENS_PER_PARAMETER
 from trilane.planning.search_result import Candidate, SearchResult
 from trilane.planning.sizing import training_days
-from trilane.report.plots.interactive import Interactive, chart, rounded, tooltips
+from trilane.report.plots.interactive import Interactive, chart, tooltips
 from trilane.report.plots.style import INK, LIMIT, plain
 from trilane.utils.numbers import chance, size_text, with_interval
 from trilane.utils.tables import grouped
@@ -30,7 +30,7 @@ MEMORY = [field.name.replace("_", " ") for field in fields(StageMemory)]
 HUES: dict[str, str] = shipped_json("report/figures")["hues"]
 PICKED = "#00a3c4"
 SHOWN = ["picked", "A", "B"]
-BEST, FRONT, RISKIEST = 24, 10, 6  # plans of each kind that are drawn
+BEST, FRONT, RISKIEST = 24, 10, 6  # about how many plans of each kind are drawn
 PASSES = ("forward", "backward", "data parallel", "optimizer", "bubble")
 # pixels a second, in Vega's expressions
 SCALE = "(scale('schedule_x', 1) - scale('schedule_x', 0))"
@@ -42,19 +42,13 @@ Row = dict[str, Any]
 
 def explorer(found: SearchResult, tokens: float = 0.0) -> Interactive:
     """The best plan of each TP x PP x DP, the front of speed and memory, and what risks the memory,
-    40 in all.
+    some 40 in all.
 
     A click shows a plan in full, next to two that are pinned as A and B: at first the fastest, and
     the fastest that may be recommended. `tokens`: of the run whose days are given, 0 for 20 a
     parameter. Raises ValueError where the search has no safe plan.
     """
-    candidates = shown_plans(found)
-    table = found.best_per_sizes(40).to_frame()
-    ranks = dict(zip(table["id"], table["rank"], strict=True))
-    rows = []
-    for candidate in candidates:
-        rank = str(ranks.get(candidate.plan.id, "none"))
-        rows.append({**plan_row(candidate, tokens), "rank": rank})
+    rows = [plan_row(candidate, tokens) for candidate in shown_plans(found)]
     best = rows[0]
     safe = next((row for row in rows if row["risk"] == RISKS[0]), rows[-1])
     labels = [f"{row['s']} s, {row['label']}" for row in rows]
@@ -69,14 +63,18 @@ def explorer(found: SearchResult, tokens: float = 0.0) -> Interactive:
         clear=False,
         empty=False,
     )
-    limits = _limits(candidates)
-    memory = alt.layer(_bars("Fullest stage's memory (GiB)", "memory", MEMORY), *limits)
-    panels = [
-        _grid([_speed(pick), _numbers(rows)], 2),
-        _grid([_bars("Time by part (s an iteration)", "times", TIMES), memory], 2),
-        _grid([alt.layer(_stages(), *limits), _schedule()], 2),
-    ]
-    figure = _grid(panels, 1, data=alt.NamedData("plans"))
+    memory = _bars("Fullest stage's memory (GiB)", "memory", MEMORY)
+    card = found.candidates[0].plan.cluster.gpu.memory_bytes / 2**30
+    if card < 2 * max(row["gib"] for row in rows):
+        limit = chart([{"gib": card, "what": f"memory of the card: {card:.4g} GiB"}])
+        limit = limit.mark_rule(color=LIMIT).encode(x="gib:Q", tooltip="what:N")
+        memory = alt.layer(memory, limit)
+    times = _bars("Time by part (s an iteration)", "times", TIMES)
+    apart: Any = dict.fromkeys(("color", "opacity", "size"), "independent")
+    panels = alt.concat(_speed(pick), _numbers(rows), times, memory, columns=2, spacing=20)
+    both = [panels.resolve_scale(**apart), _schedule()]
+    figure = alt.concat(*both, columns=1, spacing=20, data=alt.NamedData("plans"))
+    figure = figure.resolve_scale(**apart)
     figure = figure.configure_legend(columns=5, labelFontSize=11, labelLimit=260)
     for name, row in (("a", best), ("b", safe)):
         box = alt.binding_select(name=f"{name.upper()} ", **boxes)
@@ -87,33 +85,22 @@ def explorer(found: SearchResult, tokens: float = 0.0) -> Interactive:
     return Interactive(figure, text, plans=rows)
 
 
-def _grid(panels: Sequence[Any], columns: int, **options: Any) -> Any:
-    apart: Any = dict.fromkeys(("color", "opacity", "shape", "size"), "independent")
-    return alt.concat(*panels, columns=columns, spacing=20, **options).resolve_scale(**apart)
-
-
 def shown_plans(found: SearchResult) -> list[Candidate]:
     """The plans of the explorer, the best first, those that risk the memory last."""
+    best = found.best(BEST).rows
     front = found.pareto  # of thousands it is thinned evenly: its fastest and smallest plan stay
-    kept = np.linspace(0, len(front) - 1, min(FRONT, len(front))).round().astype(int)
+    thinned = [*front[:: len(front) // FRONT + 1], *front[-1:]]
     risky = found.best_per_sizes(RISKIEST, risky=True).rows
-    candidates = [*found.best(BEST).rows, *(front[place] for place in kept), *risky]
-    unique = {candidate.plan.id: candidate for candidate in candidates}
-    predicted = {c.plan.id: (c.prediction.is_risky, c.prediction.sec_per_it) for c in candidates}
-    return [unique[plan] for plan in sorted(unique, key=predicted.__getitem__)]
+    unique = {candidate.plan.id: candidate for candidate in (*best, *thinned, *risky)}
+    return sorted(unique.values(), key=lambda c: (c.prediction.is_risky, c.prediction.sec_per_it))
 
 
 def plan_row(c: Candidate, tokens: float = 0.0) -> Row:
-    """All that the panels show of a plan; lists have a value for each part, stage, or run of
-    passes.
-    """
+    """All that the panels show of a plan; lists have a value for each part, or run of passes."""
     p = c.prediction
-    tokens = tokens or TOKENS_PER_PARAMETER * c.plan.shape.parameters
     schedule = pipeline_schedule(c.topology, p)
-    risk = sum(p.oom_probability > limit for limit in (SAFE, RISKY))
     fullest = max(p.stages, key=lambda stage: stage.total)
-    interval = (p.sec_per_it, p.sec_lo, p.sec_hi)
-    numbers = numbers_of(c, schedule, tokens)
+    numbers = numbers_of(c, tokens or TOKENS_PER_PARAMETER * c.plan.shape.parameters)
     row: Row = {
         "id": c.plan.id,
         "label": plain(c.label),
@@ -121,24 +108,30 @@ def plan_row(c: Candidate, tokens: float = 0.0) -> Row:
         "gpus": c.topology.gpus,
         "number": [*numbers],
         "text": [*numbers.values()],
-        "gib": rounded(p.memory_bytes / 2**30, 4),
+        "s": p.sec_per_it,
+        "lo": p.sec_lo,
+        "hi": p.sec_hi,
+        "gib": p.memory_bytes / 2**30,
         "oom": chance(p.oom_probability),
-        "risk": RISKS[risk],
-        "whole": rounded(schedule.end),
-        "stage": [*range(c.topology.pp)],
-        "times": [rounded(seconds, 4) for seconds in vars(p.time).values()],
-        "memory": [rounded(size / 2**30, 4) for size in vars(fullest).values()],
+        "risk": RISKS[sum(p.oom_probability > limit for limit in (SAFE, RISKY))],
+        "whole": schedule.end,
+        "times": [*vars(p.time).values()],
+        "memory": [size / 2**30 for size in vars(fullest).values()],
     }
-    for name, seconds in zip(("s", "lo", "hi"), interval, strict=True):
-        row[name] = rounded(seconds, 4)
-    for name in MEMORY:
-        row[name] = [rounded(getattr(stage, name) / 2**30, 4) for stage in p.stages]
-    for name, values in zip(RUN, zip(*runs_of(schedule), strict=True), strict=True):
-        row[name] = [rounded(v, 7) if isinstance(v, float) else v for v in values]
-    return row
+    row |= dict(zip(RUN, zip(*runs_of(schedule), strict=True), strict=True))
+    return {name: rounded(value) for name, value in row.items()}
 
 
-def numbers_of(c: Candidate, schedule: PipelineSchedule, tokens: float) -> dict[str, str]:
+def rounded(value: Any) -> Any:
+    """Numbers with five significant digits: a screen shows no more, and a report stays small."""
+    if isinstance(value, list | tuple):
+        return [rounded(one) for one in value]
+    if isinstance(value, float):
+        return float(f"{value:.5g}")
+    return value
+
+
+def numbers_of(c: Candidate, tokens: float) -> dict[str, str]:
     """What is written about a plan, each by its name, on at most two lines, so narrow that three
     stand on a phone.
     """
@@ -149,8 +142,6 @@ def numbers_of(c: Candidate, schedule: PipelineSchedule, tokens: float) -> dict[
     sizes = f"{t.tp} x {t.pp} x {t.dp}"
     if t.cp > 1:
         sizes = f"{t.tp} x {t.cp} (CP) x {t.pp} x {t.dp}"
-    stages = schedule.stage_seconds
-    slower = max(stages) * t.pp / sum(stages) - 1
     return {
         "TP x PP x DP; id": f"{sizes}\n{c.plan.id}",
         "ZeRO; recompute": f"{t.zero}; {t.recompute}",
@@ -160,7 +151,6 @@ def numbers_of(c: Candidate, schedule: PipelineSchedule, tokens: float) -> dict[
         "P(out of memory)": chance(p.oom_probability),
         f"days, {size_text(tokens)} tokens": "{}\n{} to {}".format(*with_interval(*days)),
         "bubble": f"{p.time.bubble / p.sec_per_it:.1%}",
-        "slowest stage": f"{schedule.slowest}: {slower:+.1%}",
     }
 
 
@@ -172,18 +162,15 @@ def runs_of(schedule: PipelineSchedule) -> Iterator[tuple[Any, ...]]:
     stages = grouped(schedule.passes, lambda p: (p.stage, p.is_forward, p.chunk))
     for (stage, is_forward, chunk), passes in stages.items():
         kind = "forward" if is_forward else "backward"
-        starts = np.array([one.start for one in passes])
         length = passes[0].end - passes[0].start
-        steps = np.diff(starts)
+        starts = np.array([one.start for one in passes])
         first = 0
         while first < len(starts):
+            rest = starts[first:] - starts[first]
+            step = float(rest[1]) if len(rest) > 1 else length
             # how many more passes keep the distance of the first two
-            if first < len(steps):
-                step = float(steps[first])
-            else:
-                step = length
-            uneven = np.abs(starts[first:] - starts[first] - step * np.arange(len(starts) - first))
-            count = int(np.argmax(np.append(uneven, np.inf) > 1e-5 * end))
+            uneven = np.abs(rest - step * np.arange(len(rest))) > 1e-5 * end
+            count = int(np.argmax(np.append(uneven, True)))
             yield stage, kind, chunk, first + 1, count, float(starts[first]), length, step
             first += count
     ending = {"data parallel": schedule.data_parallel, "optimizer": schedule.optimizer}
@@ -193,47 +180,29 @@ def runs_of(schedule: PipelineSchedule) -> Iterator[tuple[Any, ...]]:
         end += seconds
 
 
-def _limits(plans: Sequence[Candidate]) -> list[Any]:
-    """A line at the card's memory, where a plan is near it."""
-    limit = plans[0].plan.cluster.gpu.memory_bytes
-    if limit >= 2 * max(c.prediction.memory_bytes for c in plans):
-        return []
-    line = chart([{"gib": limit / 2**30, "what": f"memory of the card: {limit / 2**30:.4g} GiB"}])
-    return [line.mark_rule(color=LIMIT, strokeWidth=1.5).encode(x="gib:Q", tooltip="what:N")]
-
-
 def _speed(pick: Any) -> Any:
-    """Seconds over memory, a point a plan with its interval, and the line of what no other plan
-    beats in both.
-    """
+    """Seconds over memory, a point a plan with its interval, the pins by their letters."""
     whole: Any = {"nice": False, "zero": False, "padding": 12}
     x = alt.X("gib:Q", title="GiB on the fullest stage", scale=alt.Scale(**whole))
     y: Any = {"title": "seconds an iteration (bars: 90 %)", "scale": alt.Scale(**whole)}
-    base = chart(width=470, height=255, title="Speed and memory: pick a plan").encode(x=x)
     legend = alt.Legend(orient="top", title="P(OOM)", titleOrient="left", symbolOpacity=1)
     colors = alt.Scale(domain=RISKS, range=[INK, "#7b8a97", LIMIT])
-    shapes = alt.Scale(domain=RISKS, range=["circle", "diamond", "triangle-up"])
     color = alt.Color("risk:N", scale=colors, legend=legend)
-    titles = {"label": "plan", "rank": "rank", "id": "id", "gpus": "GPUs", "s": "seconds"}
-    titles |= {"lo": "90 % from", "hi": "to", "gib": "GiB", "oom": "P(out of memory)"}
+    base = chart(width=470, height=255, title="Speed and memory: pick a plan").encode(x=x)
     bars = base.mark_rule(opacity=0.5).encode(y=alt.Y("lo:Q", **y), y2="hi:Q", color=color)
+    titles = {"label": "plan", "id": "id", "gpus": "GPUs", "s": "seconds", "lo": "90 % from"}
+    titles |= {"hi": "to", "gib": "GiB", "oom": "P(out of memory)"}
     points = base.mark_point(filled=True, opacity=1, strokeWidth=2.5).encode(
         y=alt.Y("s:Q", **y),
         color=color,
-        shape=alt.Shape("risk:N", scale=shapes, legend=legend),
         tooltip=tooltips(titles),
         size=alt.condition(pick, alt.value(260), alt.value(90)),
         stroke=alt.condition(pick, alt.value(PICKED), alt.value("transparent")),
     )
-    safe = base.transform_filter(f"datum.risk != '{RISKS[2]}'")
-    front = safe.transform_window(least="min(s)", sort=[{"field": "gib"}])
-    front = front.transform_filter("datum.s == datum.least")
-    front = front.mark_line(interpolate="step-after", color=INK, strokeDash=[5, 3])
-    front = front.encode(y=alt.Y("s:Q", **y), tooltip=alt.value(None))
     pins = base.transform_calculate(pin="(datum.id == a ? 'A' : '') + (datum.id == b ? 'B' : '')")
     pins = pins.mark_text(dx=13, dy=-9, fontSize=13, fontWeight="bold")
     pins = pins.encode(y=alt.Y("s:Q", **y), text="pin:N")
-    return alt.layer(bars, front, points.add_params(pick), pins)
+    return alt.layer(bars, points.add_params(pick), pins)
 
 
 def _three(**properties: Any) -> Any:
@@ -261,35 +230,21 @@ def _numbers(rows: Sequence[Row]) -> Any:
 
 def _bars(title: str, field: str, names: Sequence[str]) -> Any:
     """The parts of the picked plan and of the pins, one after another."""
+    place = f"indexof({[*names]!r}, datum.part)"
     base = _three(title=title, width=430, height=66).transform_calculate(part=repr([*names]))
     base = base.transform_flatten(["part", field]).transform_filter(f"datum.{field} > 0")
-    unit = title.rpartition("(")[2].rstrip(")")
-    titles = {"which": "", "label": "plan", "part": "part", field: unit}
-    return _stacked(base, names).encode(
-        x=alt.X(f"{field}:Q", title=None, axis=alt.Axis(tickCount=5)),
-        y=alt.Y("which:N", title=None, sort=SHOWN),
-        color=_hue("part", names),
-        tooltip=tooltips(titles),
+    titles = {"which": "", "label": "plan", "part": "part", field: title}
+    return (
+        base.transform_calculate(place=place)
+        .mark_bar()
+        .encode(
+            x=alt.X(f"{field}:Q", title=None, axis=alt.Axis(tickCount=5)),
+            y=alt.Y("which:N", title=None, sort=SHOWN),
+            color=_hue("part", names),
+            order="place:Q",
+            tooltip=tooltips(titles),
+        )
     )
-
-
-def _stages() -> Any:
-    """What fills a GPU of each stage of the picked plan."""
-    base = chart(title="Memory by stage, picked", width=220, height=190)
-    base = base.transform_filter("datum.id == plan_id").transform_flatten(["stage", *MEMORY])
-    base = base.transform_fold(MEMORY, as_=["part", "gib"])
-    return _stacked(base, MEMORY).encode(
-        x=alt.X("gib:Q", title="GiB on a GPU", axis=alt.Axis(tickCount=4)),
-        y=alt.Y("stage:O", title="pipeline stage", axis=alt.Axis(labelOverlap=True)),
-        color=_hue("part", MEMORY).legend(None),
-        tooltip=tooltips({"stage": "stage", "part": "part", "gib": "GiB"}),
-    )
-
-
-def _stacked(base: Any, names: Sequence[str]) -> Any:
-    """Bars of parts in the order of their names."""
-    base = base.transform_calculate(place=f"indexof({[*names]!r}, datum.part)")
-    return base.mark_bar().encode(order="place:Q")
 
 
 def _hue(field: str, names: Sequence[str]) -> Any:

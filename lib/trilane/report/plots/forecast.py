@@ -22,7 +22,6 @@ def page(found: Forecast, height: float = 1.35) -> Figure:
     printed page.
     """
     drawn, (left, right) = figure(7.3, height, columns=2)
-    drawn.set_dpi(220)  # of paper; a screen shows it smaller
     _fan(left, found)
     _bars(right, found.gpu_hours_by_cause, most=max(4, int(2.5 * height)))
     for axes in (left, right):

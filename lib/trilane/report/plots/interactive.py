@@ -77,11 +77,3 @@ def chart(rows: Iterable[Mapping[str, Any]] | None = None, **properties: Any) ->
 def tooltips(titles: Mapping[str, str]) -> list[Any]:
     """A line of the tooltip for each field: its title."""
     return [alt.Tooltip(f"{name}:N", title=title) for name, title in titles.items()]
-
-
-def rounded(value: float, digits: int = 5) -> float:
-    """A number with that many significant digits: a screen shows no more, and a report
-    stays small.
-    """
-    short = float(f"{value:.{digits}g}")
-    return int(short) if short.is_integer() else short

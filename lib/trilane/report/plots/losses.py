@@ -6,7 +6,6 @@ from typing import Any
 import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
-from matplotlib.ticker import LogFormatter
 
 from trilane.analysis.loss_curve import Curve
 from trilane.report.plots.style import COLORS, figure, plain
@@ -19,7 +18,6 @@ PANELS = {
     "grad_norm": "gradient norm",
     "learning_rate": "learning rate",
 }
-WIDEST, THINNEST = 3.6, 1.2  # points, of the first curve and of the last
 SMOOTH = 100  # of the lines one is smoothed over
 FALL = 3.0  # a quantity that changes by this factor has a logarithmic axis
 
@@ -29,7 +27,7 @@ def curves(trainings: Mapping[str, Curve], over: str = "iterations") -> Figure |
 
     `over` is iterations, samples, tokens or hours, as far as the logs have them. Strong lines are
     smoothed over a hundredth of the lines, pale ones as printed; dashed lines are restarts, dots
-    validation losses. Each curve is thinner than the one below it, so that equal ones are all seen.
+    validation losses.
     """
     trainings = {name: c for name, c in trainings.items() if c.table["lm_loss"].notna().any()}
     if not trainings:
@@ -37,14 +35,13 @@ def curves(trainings: Mapping[str, Curve], over: str = "iterations") -> Figure |
     tables = [curve.table for curve in trainings.values()]
     panels = [column for column in PANELS if any(_is_drawn(table, column) for table in tables)]
     drawn, axes = figure(9.2, 3.4, columns=len(panels))
-    widths = np.linspace(WIDEST if len(tables) > 1 else THINNEST, THINNEST, len(tables))
     for number, (name, curve) in enumerate(trainings.items()):
         known = curve.axes()
         require_known("over", over, known)
         color = COLORS[number % len(COLORS)]
         for place, column in zip(np.atleast_1d(axes), panels, strict=True):
             if column in curve.table:
-                _draw(place, known[over], curve, column, color, widths[number])
+                _draw(place, known[over], curve, column, color)
         loss = np.atleast_1d(axes)[0]
         loss.plot([], [], color=color, label=plain(name))
         for held_out in curve.validation.to_dict("records"):
@@ -55,8 +52,6 @@ def curves(trainings: Mapping[str, Curve], over: str = "iterations") -> Figure |
         # a linear axis would show little more than the first drop, or the largest spike
         if column != "learning_rate" and values.max() > FALL * values.min() > 0:
             place.set_yscale("log")
-            for axis in (place.yaxis.set_major_formatter, place.yaxis.set_minor_formatter):
-                axis(LogFormatter(minor_thresholds=(2, 0.4)))  # 4, not 4 x 10^0
         place.set(xlabel=over, ylabel=PANELS[column])
     drawn.legend(loc="outside lower left", ncols=3, frameon=False, fontsize=8)
     return drawn
@@ -66,14 +61,14 @@ def _is_drawn(table: pd.DataFrame, column: str) -> bool:
     return column == "lm_loss" or (column in table and table[column].nunique() > 1)
 
 
-def _draw(axes: Any, at: np.ndarray, curve: Curve, column: str, color: str, width: float) -> None:
+def _draw(axes: Any, at: np.ndarray, curve: Curve, column: str, color: str) -> None:
     """A column as printed and smoothed, and a line at each restart."""
     values = curve.table[column]
     axes.plot(at, values, color=color, lw=0.8, alpha=0.3)
     # exponential: each value weighs 1 - 1/lines of the next, divided by the sum of the weights
     lines = max(1, len(values) // SMOOTH)
     smooth = values.ewm(alpha=1 / lines, ignore_na=True).mean().where(values.notna())
-    axes.plot(at, smooth, color=color, lw=width)
+    axes.plot(at, smooth, color=color, lw=1.2)
     for restart in curve.restarts:
         where = np.interp(restart.iteration, curve.table["iteration"], at)
         axes.axvline(where, color=color, lw=0.8, ls="--")

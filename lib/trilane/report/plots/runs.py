@@ -36,13 +36,9 @@ def seconds_per_iteration(measurements: Sequence[Measurement]) -> Figure | Text:
         hollow: Any = {"ms": 4, "mfc": "white", "mec": color, "ls": "", "label": label}
         axes.plot(others["iteration"], others["sec_per_it"], "o", **hollow)
         axes.axhline(run.sec_per_it, color=color, lw=0.8, ls=":")
-    medians = [run.sec_per_it for run in measurements]
-    if max(medians) > 20 * min(medians):
-        axes.set_yscale("log")
-    else:
-        # one slow iteration, such as one that saves, would flatten all others
-        usual = [float(run.log.iterations["sec_per_it"].quantile(0.95)) for run in measurements]
-        axes.set_ylim(bottom=0, top=1.5 * max(usual))
+    # one slow iteration, such as one that saves, would flatten all others
+    usual = [float(run.log.iterations["sec_per_it"].quantile(0.95)) for run in measurements]
+    axes.set_ylim(bottom=0, top=1.5 * max(usual))
     finished(axes, "Time (dotted: the median)", xlabel="iteration", ylabel="seconds per iteration")
     return drawn
 
@@ -87,28 +83,21 @@ def predicted_over_measured(recalibration: Recalibration) -> Figure | Text:
     """Predicted / measured seconds per iteration with its 90 % interval, a row a run, before and
     after calibration.
 
-    On the dashed line a prediction is exact; what was measured lies outside the interval with a
-    diamond.
+    On the dashed line a prediction is exact.
     """
     if not recalibration:
         return NOTHING
     drawn, axes = figure(8.0, 1.2 + 0.34 * len(recalibration.rows))
     axes.axvline(1, color=INK, ls="--", lw=0.8)
-    _intervals(axes, recalibration, recalibration.before, -0.15, "before these runs", "white")
-    _intervals(axes, recalibration, recalibration.after, 0.15, "fitted to them", INK)
+    before = (recalibration.before, -0.15, "before these runs", "white")
+    after = (recalibration.after, 0.15, "fitted to them", INK)
+    for predictions, shift, label, fill in (before, after):
+        bounds = [(p.sec_lo, p.sec_per_it, p.sec_hi) for p in predictions]
+        low, middle, high = np.array(bounds).T / [row.seconds for row in recalibration.rows]
+        look: Any = {"fmt": "o", "color": INK, "mfc": fill, "label": label}
+        rows = np.arange(len(middle)) + shift
+        axes.errorbar(middle, rows, xerr=[middle - low, high - middle], **look)
     name_rows(axes, [f"{row.row_id}, {row.seconds:.3g} s" for row in recalibration.rows])
     axes.set_xlim(left=0)
     finished(axes, "", xlabel="predicted / measured (bars: 90 % interval)")
     return drawn
-
-
-def _intervals(
-    axes: Any, recalibration: Recalibration, predictions: Any, shift: float, label: str, fill: str
-) -> None:
-    for row, (run, p) in enumerate(zip(recalibration.rows, predictions, strict=True)):
-        low = p.sec_lo / run.seconds
-        high = p.sec_hi / run.seconds
-        marker = "o" if low <= 1 <= high else "D"
-        axes.plot([low, high], [row + shift] * 2, lw=1.6, color=INK, alpha=0.75 + shift)
-        look: Any = {"mec": INK, "mfc": fill, "ls": "", "label": None if row else label}
-        axes.plot(p.sec_per_it / run.seconds, row + shift, marker, **look)
