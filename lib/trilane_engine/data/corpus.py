@@ -1,8 +1,8 @@
 """A plan's data source as Megatron's indexed dataset (.bin and .idx), made once.
 
 `python -m trilane_engine.data.corpus plan.json` makes it, or all of a blend, and prints the
-prefixes; with --in-job, where nodes wait, it refuses to make a large one. torch is not imported,
-which would take seconds, unless there is a GPU that it may be unable to use.
+prefixes; with --in-job, where nodes wait, it refuses to make a large one. torch is imported to make
+one, and where there is a GPU that it may be unable to use.
 """
 
 import contextlib
@@ -198,23 +198,18 @@ def tokenizer(name: str) -> Tokenizer:
 
 
 def write_pair(arrays: Iterable[np.ndarray], prefix: str, vocabulary: int) -> None:
-    """Write one document per array of token ids, in 16 bits where megatron-core's builder would;
-    without its import.
+    """Write one document per array of token ids, by megatron-core's builder, whose import takes
+    seconds.
     """
-    code = 8 if vocabulary < 65500 else 4
-    dtype = np.dtype(DTYPES[code])
-    sizes = []
-    with open(f"{prefix}.bin", "wb") as data:
-        for ids in arrays:
-            data.write(ids.astype(dtype).tobytes())
-            sizes.append(ids.size)
-    lengths = np.array(sizes, np.int32)
-    starts = (np.cumsum(lengths, dtype=np.int64) - lengths) * dtype.itemsize
-    with open(f"{prefix}.idx", "wb") as index:
-        index.write(HEADER.pack(MAGIC, 1, code, len(sizes), len(sizes) + 1))
-        index.write(lengths.tobytes())
-        index.write(starts.tobytes())
-        index.write(np.arange(len(sizes) + 1, dtype=np.int64).tobytes())
+    from trilane_engine.cpu import enable_cpu
+
+    enable_cpu()
+    from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
+
+    builder: Any = IndexedDatasetBuilder(f"{prefix}.bin", DType.optimal_dtype(vocabulary))
+    for ids in arrays:
+        builder.add_document(ids, [len(ids)])
+    builder.finalize(f"{prefix}.idx")
 
 
 def check_pair(prefix: str) -> tuple[np.ndarray, int]:
