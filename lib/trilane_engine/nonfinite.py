@@ -1,13 +1,13 @@
 """The first value of an iteration that is not finite: its batch is repeated once, with hooks that
-look at all tensors.
+look at what modules give.
 
-Looked at are the weights, then what modules give and its gradients: nothing between the operations
-inside a module, and no sums of gradients over microbatches or replicas.
+Looked at are the weights, outputs of modules, and gradients of these: nothing between the
+operations inside a module, and no sums of gradients.
 """
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,22 +17,9 @@ from torch import Tensor, nn
 from trilane_engine import patches
 from trilane_engine.model.gpt import whole_name
 
-
-class Seen(NamedTuple):
-    """A value that is not finite. The least is the first in the dataflow: forward passes do not
-    depend on the gradients of the batch.
-    """
-
-    backward: bool
-    microbatch: int  # of a forward pass; -1 before the first, and 0 backward
-    chunk: int  # in the order of the pass, and so its rank: ranks follow one another by stage
-    rank: int
-    order: int  # of the tensor among those that the rank has looked at
-    text: str
-
-
+Place = tuple[int, ...]  # in the dataflow: the least is the first
+WEIGHTS, FORWARD, BACKWARD, NOWHERE = range(4)
 NOTHING = "repeated, each value is finite: a sum of gradients overflows, or a device is faulty"
-UNSEEN = Seen(True, 1, 0, 0, 0, NOTHING)
 
 
 def first_of(chunks: Sequence[nn.Module], repeat: Callable[[], object]) -> str:
@@ -45,62 +32,51 @@ def first_of(chunks: Sequence[nn.Module], repeat: Callable[[], object]) -> str:
     # what is compiled calls no hooks
     with torch.compiler.set_stance("force_eager"), torch.enable_grad():
         repeat()
-    watch.end()
     every: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(every, tuple(watch.first))
-    return Seen(*min(every)).text
+    dist.all_gather_object(every, watch.end())
+    return min(every)[1]
 
 
 class Watch:
-    """What hooks on the modules of this rank's chunks see, until its end()."""
+    """What is seen of this rank's chunks, by hooks until the end()."""
 
     def __init__(self, chunks: Sequence[nn.Module], rank: int) -> None:
         self._rank = rank
-        self.first = UNSEEN
+        self._seen: list[tuple[Place, str]] = [((NOWHERE,), NOTHING)]
         self._microbatch = [-1] * len(chunks)  # in each
-        self._looked = 0
         self._hooks: list[Any] = []
         for number, chunk in enumerate(chunks):
             self._hooks.append(chunk.register_forward_pre_hook(partial(self._begin, number)))
             for name, module in named(chunk):
-                gives = partial(self._gives, number, f"the output of {name}")
-                self._hooks.append(module.register_forward_hook(gives))
+                self._hooks.append(module.register_forward_hook(partial(self._gives, number, name)))
                 for part, weight in module.named_parameters(recurse=False):
-                    self._look(number, False, f"{name}.{part}", weight)
+                    self._look((WEIGHTS, number, rank), f"{name}.{part}", weight)
 
-    def end(self) -> None:
-        """Look at nothing more."""
+    def end(self) -> tuple[Place, str]:
+        """The first place, and what is there."""
         for hook in self._hooks:
             hook.remove()
+        return min(self._seen)
 
     def _begin(self, number: int, *_: Any) -> None:
         self._microbatch[number] += 1
 
-    def _gives(self, number: int, what: str, module: nn.Module, given: Any, out: Any) -> None:
-        """Look at the tensors that a module gives now, and at their gradients when they come."""
-        for tensor in patches.tensors_of(out):
-            self._look(number, False, what, tensor)
-            if tensor.requires_grad:
-                tensor.register_hook(partial(self._look, number, True, f"the gradient of {what}"))
-
-    def _look(self, number: int, backward: bool, what: str, tensor: Tensor) -> None:
-        """Keep the first value that is not finite."""
-        self._looked += 1
-        if tensor.isfinite().all():
-            return
-        place = (number, self._rank)
+    def _gives(self, number: int, name: str, module: nn.Module, given: Any, out: Any) -> None:
         microbatch = self._microbatch[number]
-        when = f"forward pass of microbatch {microbatch}"
-        if backward:
-            place = (-number, -self._rank)
-            microbatch = 0
-            when = "backward pass"
-        elif microbatch < 0:
-            when = "before the batch"
-        kind = "NaN" if tensor.isnan().any() else "Inf"
-        text = f"{kind} in {what}, {when} on rank {self._rank}, {tensor.dtype}"
-        seen = Seen(backward, microbatch, *place, self._looked, text)
-        self.first = min(self.first, seen)
+        forward = f"the output of {name}, forward pass of microbatch {microbatch}"
+        backward = f"the gradient of the output of {name}, backward pass"
+        for tensor in patches.tensors_of(out):
+            self._look((FORWARD, microbatch, number, self._rank), forward, tensor)
+            if tensor.requires_grad:
+                place = (BACKWARD, -number, -self._rank)
+                tensor.register_hook(partial(self._look, place, backward))
+
+    def _look(self, place: Place, what: str, tensor: Tensor) -> None:
+        """Keep it where it has a value that is not finite; of one place the first counts."""
+        if not tensor.isfinite().all():
+            kind = "NaN" if tensor.isnan().any() else "Inf"
+            text = f"{kind} in {what} on rank {self._rank}, {tensor.dtype}"
+            self._seen.append(((*place, len(self._seen)), text))
 
 
 def named(chunk: nn.Module) -> Iterator[tuple[str, nn.Module]]:

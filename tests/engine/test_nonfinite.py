@@ -51,7 +51,7 @@ OVERLAPS = {"overlap_grad_reduce": True, "overlap_param_gather": True}
 FAULTS = {
     "a weight of a tensor rank": (
         *(WEIGHT, {1}, {"tp": 2}),
-        f"NaN in {FC2}.weight, before the batch on rank 1, torch.float32",
+        f"NaN in {FC2}.weight on rank 1, torch.float32",
     ),
     "a value on the last of two stages": (
         *(OUTPUT, {2}, {"pp": 2, "dp": 2, "zero": 1, **OVERLAPS}),
