@@ -87,21 +87,15 @@ def traced(plan: Plan, processes: int = 2) -> Trace:
 
 def text(plan: Plan, trace: Trace) -> str:
     """The trace for a person: a line a stage (GiB), and what is predicted of it (bytes, FLOPs)."""
-    parts = ("peak", "weights", "gradients", "optimizer", "activations", "buffers", "temporary")
-    stages = []
-    for stage in trace.stages:
-        sizes = {part: getattr(stage, f"{part}_bytes") / 2**30 for part in parts}
-        counts = {"kernels": stage.operations, "PFLOP": stage.flops / 1e15}
-        names = {"stage": stage.stage, "layers": stage.layers, "peak at": stage.peak_at}
-        stages.append({**names, **sizes, **counts})
-    numbers = []
-    for one in compare(plan, trace):
-        pair = {"traced": one.traced, "predicted": one.predicted}
-        difference = f"{one.difference:+.1%}"
-        numbers.append({"stage": one.stage, "": one.quantity, **pair, "difference": difference})
+    stages = DataFrame([stage.to_json() for stage in trace.stages])
+    stages = stages.drop(columns=["rank", "collectives", "schedule"])
+    for name in stages.filter(like="_bytes"):
+        stages[name] /= 2**30
+    stages = stages.rename(columns=lambda name: name.replace("_bytes", ""))
+    numbers = DataFrame([one.to_json() for one in compare(plan, trace)])
     ran = f"{trace.traced_microbatches} of {trace.microbatches} microbatches"
     head = f"{plan.label}: {plan.engine}, {trace.gpus} ranks, {ran} ran"
-    tables = [DataFrame(rows).to_string(index=False) for rows in (stages, numbers)]
+    tables = [frame.to_string(index=False) for frame in (stages, numbers)]
     return "\n\n".join([head, *tables])
 
 
