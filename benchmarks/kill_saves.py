@@ -169,8 +169,8 @@ def wait_for_moment(
 def faulty(root: Path) -> str:
     """What is wrong with any complete checkpoint, looked at from outside; "" where nothing is."""
     for path in checkpoints.complete(root):
-        for name, (size, checksum) in checkpoints.read_manifest(path)["files"].items():
-            problem = checkpoints.fault(path, name, size, checksum)
+        for name, (_, checksum) in checkpoints.read_manifest(path)["files"].items():
+            problem = checkpoints.fault(path, name, checksum)
             if problem:
                 return f"{path.name}: {problem}"
     named = checkpoints.latest(root)

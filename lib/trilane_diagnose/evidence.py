@@ -67,7 +67,7 @@ def read_folder(folder: Path, grid: Grid | None = None) -> Evidence:
         for recording in files.recordings.values():
             members.update(*recording.members.values())
         width = files.width or USUAL_GPUS_PER_NODE
-        grid = rank_grid.unknown(members, width, names, files.order)
+        grid = rank_grid.with_hosts(rank_grid.unknown(members, width), names, width, files.order)
         files.notes.append("no topology file: tp, pp and dp are unknown (give --tp, --pp, --dp)")
     outside = sorted(ranks - {*grid.ranks})
     if outside:

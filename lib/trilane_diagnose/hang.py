@@ -11,7 +11,7 @@ from trilane.utils.numbers import ranges
 from trilane.utils.tables import DataFrame, Record, Table, as_json, grouped
 from trilane.utils.validation import shipped_json
 from trilane.workspace.place import Known
-from trilane.workspace.rank_grid import Grid, regular
+from trilane.workspace.rank_grid import Grid, from_json
 from trilane.workspace.study import Study
 from trilane_diagnose.evidence import Evidence, read_folder
 from trilane_diagnose.stacks import Dump, read_pyspy
@@ -194,7 +194,8 @@ def study_hang(study: Study, dumps: str = "") -> Verdict:
         return diagnose_hang(hung[-1])
     example = shipped_json("examples/hang")
     sizes = example["topology"]
-    grid = regular(sizes["tp"], sizes["pp"], sizes["dp"], sizes["gpus_per_node"], sizes["hosts"])
+    grid = from_json(sizes)
+    assert grid is not None
     dump_of: dict[int, Dump] = {}
     for stack in example["stacks"].values():
         lines = ['Thread 1 (active): "MainThread"', *(f"    {frame}" for frame in stack["frames"])]

@@ -106,7 +106,7 @@ def test_a_dataclass_shows_itself_as_json():
     assert run.to_json() == {"name": "a", "seconds": 43200.0, "memory": [None, 2.0], "days": 0.5}
     values = {1: [np.int64(3), np.arange(2), Path("a/b"), math.nan]}
     assert as_json(values) == {"1": [3, [0, 1], "a/b", None]}
-    assert repr(run) == "Run(name='a', seconds=43200, memory=(inf, 2.0))"
+    assert repr(run) == "Run(name='a', seconds=43200.0, memory=(inf, 2.0))"
 
 
 def test_a_frame_has_a_column_for_each_reader() -> None:

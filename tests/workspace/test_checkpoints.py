@@ -104,17 +104,15 @@ def test_what_a_killed_save_leaves_is_no_checkpoint_and_a_second_save_replaces_t
     ("change", "problem"),
     [
         (lambda path: path.write_bytes(b"tensoR"), "a is damaged (its checksum differs)"),
-        (lambda path: path.write_bytes(b"tens"), "a has 4 bytes, 6 were written"),
-        (lambda path: path.write_bytes(b"tensor and more"), "a has 15 bytes, 6 were written"),
-        (lambda path: path.unlink(), "a is missing"),
+        (lambda path: path.unlink(), "a cannot be read (No such file or directory)"),
     ],
 )
 def test_a_damaged_file_is_found(change, problem: str, tmp_path: Path) -> None:
     path = made(tmp_path, 10)
-    [(name, (size, checksum))] = checkpoints.read_manifest(path)["files"].items()
-    assert checkpoints.fault(path, name, size, checksum) is None
+    [(name, (_, checksum))] = checkpoints.read_manifest(path)["files"].items()
+    assert checkpoints.fault(path, name, checksum) is None
     change(path / "a")
-    assert checkpoints.fault(path, name, size, checksum) == problem
+    assert checkpoints.fault(path, name, checksum) == problem
 
 
 @pytest.mark.parametrize("damage", ["", "{}", "[]", '{"blake2b": "0", "content": {}}', "truncated"])

@@ -120,27 +120,9 @@ class Cluster(Record):
         check(self, "cluster.")
 
     def facts(self) -> Columns:
-        """What one process of the machine can do, and where the numbers come from."""
-        gpu = self.gpu
-        memory = f"{gpu.memory_bytes / 2**30:.1f} GiB per process"
-        latency = f"{self.latency_s * 1e6:.0f} µs"
-        facts = {
-            "machine": f"{self.name}: {gpu.name}, {self.cores_per_node} cores a node",
-            "fp32 matmul": f"{gpu.fp32_flops_per_s / 1e9:,.0f} GFLOP/s",
-            "memory": f"{memory}, {gpu.memory_bytes_per_s / 1e9:.0f} GB/s",
-            "between processes": f"{self.node_bytes_per_s / 1e9:.2f} GB/s, {latency}",
-            "storage": self.storage,
-            "sources": "; ".join(dict.fromkeys(self.sources.values())),
-        }
-        return Columns({"": list(facts), " ": list(facts.values())})
-
-    @property
-    def storage(self) -> str:
-        """What its nodes write of a checkpoint, in words."""
-        if not self.write_bytes_per_s:
-            return "not measured"
-        rate = f"{self.write_bytes_per_s / 1e9:.2f} GB/s a node written"
-        return f"{rate}, {self.storage_nodes} nodes at a time"
+        """What its GPUs and its nodes can do, and where the numbers come from."""
+        rows = [*vars(self.gpu).items(), *vars(self).items()]
+        return Columns.of_rows(("what", "value"), [row for row in rows if row[0] != "gpu"])
 
     @property
     def max_gpus(self) -> int:

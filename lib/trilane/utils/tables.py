@@ -136,13 +136,9 @@ class Record:
 
 
 def _in_short(value: Any) -> str:
-    """A value in some words: what has a name by that, of several how many there are."""
-    if isinstance(value, float):
-        return f"{value:g}"
+    """A value in some words: what has a name by that."""
     if is_dataclass(value):
-        return repr(getattr(value, "label", None) or getattr(value, "name", None) or value)
-    if hasattr(value, "__len__") and not isinstance(value, str) and len(value) > 4:
-        return f"<{len(value)}>"
+        value = getattr(value, "label", None) or getattr(value, "name", None) or value
     return middle(repr(value), 60)
 
 

@@ -2,7 +2,7 @@
 torch.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -62,11 +62,11 @@ def require_same(where: str, manifest: Mapping[str, Any], plan: Plan) -> None:
     iteration = manifest["iteration"]
     consumed = manifest["consumed_samples"]
     checkpoint = f"the checkpoint {where}"
-    # the others are for what is still to be trained
-    fixed = ("shape", "layer", "seed", "data")
     wanted = identity(plan)
-    for name, before, after in _differences("", _only(fixed, held), _only(fixed, wanted)):
-        raise ValueError(f"{name}={after}: {checkpoint} was trained with {before}")
+    # the others are for what is still to be trained
+    for field in ("shape", "layer", "seed", "data"):
+        for name, before, after in _differences(field, held.get(field), wanted[field]):
+            raise ValueError(f"{name}={after}: {checkpoint} was trained with {before}")
     expected = plan.run.ramp.consumed(iteration, plan.topology.gbs)
     rule = f"{checkpoint} has seen {consumed} samples in {iteration} iterations"
     rule += f", this plan would have {expected}"
@@ -77,10 +77,6 @@ def require_same(where: str, manifest: Mapping[str, Any], plan: Plan) -> None:
     skipped = until(held.get("skip", []), iteration)
     rule = f"{checkpoint} has skipped {ranges_text(skipped) or 'nothing'}"
     require(skipped == until(plan.run.skipped, iteration), "skip", plan.run.skip, rule)
-
-
-def _only(names: Iterable[str], values: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: values[name] for name in names if name in values}
 
 
 def _differences(name: str, before: Any, after: Any) -> list[tuple[str, Any, Any]]:
@@ -111,5 +107,7 @@ def since(manifest: Mapping[str, Any], plan: Plan) -> list[str]:
     """What the plan changes of the run that wrote the checkpoint, a line each, as far as the
     checkpoint records it.
     """
-    held = _only((*FREE, "length"), manifest["identity"])
-    return changes(held, _only(held, identity(plan)))
+    held = manifest["identity"]
+    wanted = identity(plan)
+    names = [name for name in (*FREE, "length") if name in held]
+    return changes({n: held[n] for n in names}, {n: wanted[n] for n in names})

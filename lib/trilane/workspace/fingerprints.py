@@ -23,6 +23,8 @@ from typing import Any
 
 import numpy as np
 
+from trilane.utils.validation import from_mapping, require
+
 COPY = "copy"  # the weight that the model computes with, where the optimizer holds a master weight
 SKETCHES = 8
 # splitmix64: Steele, Lea and Flood 2014, doi:10.1145/2714064.2660195, figure 16.
@@ -174,17 +176,21 @@ class Part:
     marks: Mapping[str, Mark]
     shard: tuple[int, int] | None = None
 
+    def __post_init__(self) -> None:
+        inside = [0 <= a <= b <= n for (a, b), n in zip(self.box, self.shape, strict=True)]
+        require(all(inside) and 0 < len(inside) < 4, "part", self.name, "is damaged")
+
+    @property
+    def shard_size(self) -> int:
+        """The number of values in its shard."""
+        if self.shard is None:
+            return 0
+        first, end = self.shard
+        return end - first
+
     def to_json(self) -> dict[str, Any]:
-        values = {
-            "name": self.name,
-            "shape": self.shape,
-            "box": self.box,
-            "decay": self.decay,
-            "marks": {kind: mark.to_json() for kind, mark in self.marks.items()},
-        }
-        if self.shard is not None:
-            values["shard"] = self.shard
-        return values
+        marks = {kind: mark.to_json() for kind, mark in self.marks.items()}
+        return {**vars(self), "marks": marks}
 
 
 def whole_parts(replicas: Sequence[Part]) -> list[Part]:
@@ -192,15 +198,11 @@ def whole_parts(replicas: Sequence[Part]) -> list[Part]:
     one is missing.
     """
     size = math.prod(end - first for first, end in replicas[0].box)
-    # a replica may hold nothing of it
-    pieces = [(part.shard, part.marks) for part in replicas if part.shard]
-    pieces = sorted((piece for piece in pieces if piece[0][0] < piece[0][1]), key=lambda p: p[0])
-    begins = [first for (first, _), _ in pieces]
-    ends = [end for (_, end), _ in pieces]
+    shards = [part for part in replicas if part.shard_size]  # a replica may hold nothing of it
     sums = dict[str, Mark]()
-    if pieces and [0, *ends] == [*begins, size]:
-        for kind in set.intersection(*(set(marks) for _, marks in pieces)) - {COPY}:
-            sums[kind] = functools.reduce(operator.add, (marks[kind] for _, marks in pieces))
+    if shards and sum(part.shard_size for part in shards) == size:
+        for kind in set.intersection(*(set(part.marks) for part in shards)) - {COPY}:
+            sums[kind] = functools.reduce(operator.add, (part.marks[kind] for part in shards))
     wholes = []
     for part in replicas:
         copy = {kind: mark for kind, mark in part.marks.items() if kind == COPY}
@@ -212,18 +214,5 @@ def part_from_json(values: Mapping[str, Any]) -> Part:
     """The Part of an object of to_json(); ValueError, KeyError, TypeError or IndexError for other
     values.
     """
-    shape = tuple(int(size) for size in values["shape"])
-    box = tuple((int(first), int(end)) for first, end in values["box"])
-    inside = [0 <= a <= b <= n for (a, b), n in zip(box, shape, strict=True)]
-    if not all(inside) or len(box) not in (1, 2, 3):
-        raise ValueError(f"no part of {shape}")
-    decay = values["decay"]
-    shard = values.get("shard")
-    return Part(
-        name=str(values["name"]),
-        shape=shape,
-        box=box,
-        decay=None if decay is None else float(decay),
-        marks={str(kind): mark_from_json(numbers) for kind, numbers in values["marks"].items()},
-        shard=None if shard is None else (int(shard[0]), int(shard[1])),
-    )
+    marks = {str(kind): mark_from_json(numbers) for kind, numbers in values["marks"].items()}
+    return from_mapping(Part, {**values, "marks": marks}, "part")

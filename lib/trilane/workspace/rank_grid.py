@@ -141,32 +141,20 @@ def shared(places: Sequence[Any]) -> list[str]:
     return words
 
 
-def regular(
-    tp: int,
-    pp: int,
-    dp: int,
-    gpus_per_node: int,
-    hosts: Iterable[str] = (),
-    known: Known = Known.MAP,
-) -> Grid:
-    """The grid of tp x pp x dp ranks that fill nodes of `gpus_per_node`, these `hosts`, one after
-    the other.
-    """
+def regular(tp: int, pp: int, dp: int, gpus_per_node: int) -> Grid:
+    """The grid of tp x pp x dp ranks that fill nodes of `gpus_per_node`, one after the other."""
     for name, size in (("tp", tp), ("pp", pp), ("dp", dp), ("gpus_per_node", gpus_per_node)):
         require_integer(name, size, 1)
     require(tp * pp * dp <= MOST, "tp x pp x dp", tp * pp * dp, f"must be at most {MOST}")
-    names = list(hosts)
     places = []
     for rank in range(tp * pp * dp):
-        number = rank // gpus_per_node
-        is_named = number < len(names)
         place = GridPlace(
             rank=rank,
             tp=rank % tp,
             dp=rank // tp % dp,
             pp=rank // (tp * dp),
-            node=names[number] if is_named else f"node{number}",
-            node_known=known if is_named else Known.NO,
+            node=f"node{rank // gpus_per_node}",
+            node_known=Known.NO,
         )
         places.append(place)
     return Grid(places=tuple(places))
@@ -191,11 +179,9 @@ def with_hosts(grid: Grid, hosts: Sequence[str], width: int, known: Known) -> Gr
     return replace(grid, places=tuple(places))
 
 
-def unknown(
-    ranks: Iterable[int], gpus_per_node: int, hosts: Iterable[str] = (), known: Known = Known.MAP
-) -> Grid:
+def unknown(ranks: Iterable[int], gpus_per_node: int) -> Grid:
     """The grid of a job of unknown topology: ranks 0 to the highest of `ranks`."""
-    grid = regular(1, 1, max(ranks, default=0) + 1, gpus_per_node, hosts, known)
+    grid = regular(1, 1, max(ranks, default=0) + 1, gpus_per_node)
     return replace(grid, known=False)
 
 
@@ -213,7 +199,7 @@ def from_json(values: Mapping[str, Any]) -> Grid | None:
     grid = None
     if not set(COORDINATES).isdisjoint(sizes):
         tp, pp, dp = (sizes.get(name, 1) for name in COORDINATES)
-        grid = regular(tp, pp, dp, width, values.get("hosts", ()))
+        grid = with_hosts(regular(tp, pp, dp, width), values.get("hosts", ()), width, Known.MAP)
     if not listed:
         return grid
     is_known = grid is not None or "tp" in next(iter(listed.values()))

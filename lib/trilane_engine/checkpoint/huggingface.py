@@ -153,8 +153,8 @@ def verified(checkpoint: Path) -> tuple[dict[str, Any], ModelShape]:
     An own layer is refused: no other program has a class for it.
     """
     manifest = checkpoints.read_manifest(checkpoint)
-    for name, (size, checksum) in manifest.get("files", {}).items():
-        problem = checkpoints.fault(checkpoint, name, size, checksum)
+    for name, (_, checksum) in manifest.get("files", {}).items():
+        problem = checkpoints.fault(checkpoint, name, checksum)
         require(problem is None, "checkpoint", checkpoint, str(problem))
     identity = manifest.get("identity", {})
     layer = identity.get("layer", STANDARD)

@@ -85,9 +85,9 @@ def load(checkpoint: Checkpoint, plan: Plan, world: World, engine: Engine) -> No
 def _problem(path: Path, manifest: Mapping[str, Any], world: World) -> str:
     """The first fault among the files, each checked by one rank in turn."""
     faults = []
-    for number, (name, (size, checksum)) in enumerate(manifest["files"].items()):
+    for number, (name, (_, checksum)) in enumerate(manifest["files"].items()):
         if number % world.size == world.rank:
-            fault = checkpoints.fault(path, name, size, checksum)
+            fault = checkpoints.fault(path, name, checksum)
             if fault:
                 faults.append(fault)
     for faults_of_rank in gather_values(world, faults):
