@@ -240,7 +240,7 @@ def test_a_file_that_grows_is_read_as_far_as_it_goes(tmp_path, monkeypatch):
     monkeypatch.setattr("trilane.logs.reading.blocks.BLOCK", 1000)
     path = tmp_path / "a.log"
     path.write_text("".join(m2021(i, 99) for i in range(1, 20)))
-    read = blocks(path)
+    read = blocks(path, [])
     first = next(read)
     with path.open("a") as file:
         file.write(m2021(20, 99) + m2021(21, 99)[:100])

@@ -43,7 +43,6 @@ TASK = re.compile(
     rb"|\[\d{1,6},(\d{1,7})\]<std\w{3}>"  # mpirun --tag-output
     rb"|\bsrun: error: [^\s:]{1,300}: tasks? ([\d,-]{1,400}): "
 )
-GPU = re.compile(rb":\d+:\d+ \[(\d{1,3})\]")
 NCCL = re.compile(
     rb"([A-Za-z0-9][\w.-]{0,98}):\d+:\d+ \[\d+\] NCCL INFO .{0,200}"
     rb"\brank (\d{1,7}) nranks (\d{1,7}) (?:cudaDev (\d{1,3}))?"
@@ -78,7 +77,6 @@ def place_of(line: bytes) -> Place:
         rank=_number(rank),
         tasks=_numbers(task[task.lastindex or 0]) if task else (),
         node=node,
-        gpu=_number(GPU.search(head)),
         rank_known=rank_known,
         node_known=node_known,
     )

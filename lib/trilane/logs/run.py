@@ -17,7 +17,7 @@ from trilane.logs.reading.blocks import blocks
 from trilane.logs.reading.reader import Reader
 from trilane.logs.reading.runs import Device, PartialRun
 from trilane.logs.reading.trainer_dicts import number_iterations
-from trilane.logs.table import NAN, Columns, columns_of, frame
+from trilane.logs.table import NAN, Columns, frame
 from trilane.utils.tables import DataFrame, Table, show
 from trilane.utils.validation import shown
 from trilane.workspace.place import Known, Place
@@ -160,12 +160,11 @@ def _finish(run: PartialRun, path: Path) -> RunLog:
         if end.blames_node and place.node_known >= Known.MAP:
             exclude = excluded(hosts)
     memory = [row for _, row in sorted(run.memory.items())]
-    names = dict.fromkeys(name for row in memory for name in row)
     return RunLog(
         source=path,
         iterations=frame(columns, INTEGERS),
         validation=frame(run.validation.columns(), ("iteration",)),
-        memory=frame(columns_of(memory, names), ("rank", "iteration")),
+        memory=frame(memory, ("rank", "iteration")),
         status=status,
         evidence=evidence,
         dialect=" + ".join(sorted(programs.get(name, name) for name in counted)) or "unknown",

@@ -2,7 +2,8 @@
 
 import math
 from array import array
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -66,18 +67,13 @@ class NumericTable:
                 self._columns[name] = array("d", [NAN]) * self.rows
 
 
-def columns_of(rows: Sequence[Mapping[str, float]], names: Iterable[str]) -> Columns:
-    """The rows as columns of these names."""
-    return {name: np.array([row.get(name, NAN) for row in rows]) for name in names}
-
-
-def frame(columns: Columns | None = None, integers: Sequence[str] = ()) -> DataFrame:
-    """A DataFrame of the columns, of which those of `integers` without gaps become int64."""
+def frame(columns: Any = None, integers: Sequence[str] = ()) -> DataFrame:
+    """A DataFrame of columns or rows, of which the columns `integers` without gaps become int64."""
     import pandas as pd
 
-    typed = dict(columns or {})
+    table = pd.DataFrame(columns, copy=False)
     for name in integers:
         # false for NaN
-        if name in typed and (abs(typed[name]) < MAX_WHOLE).all():
-            typed[name] = np.rint(typed[name]).astype(np.int64)
-    return pd.DataFrame(typed, copy=False)
+        if name in table and (abs(table[name]) < MAX_WHOLE).all():
+            table[name] = np.rint(table[name]).astype(np.int64)
+    return table

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from trilane.logs import endings
 from trilane.logs.run import RunLog, read_logs
-from trilane.logs.table import NAN, columns_of, frame
+from trilane.logs.table import NAN, frame
 from trilane.utils.validation import shipped_json
 from trilane.workspace.status import Status
 
@@ -133,8 +133,8 @@ def _run(path: Path, line: int, columns: Sequence[str], cells: Sequence[str]) ->
             arguments[name] = int(value) if value.is_integer() else value
     yield RunLog(
         source=path,
-        iterations=frame(columns_of([measured], measured)),
-        memory=frame(columns_of([memory], memory), ("rank",)),
+        iterations=frame([measured] if measured else []),
+        memory=frame([memory] if memory else [], ("rank",)),
         status=status,
         evidence=f"line {line}: {endings.text(' | '.join(cells).encode())}",
         dialect="table",

@@ -18,7 +18,7 @@ CONTROLS = bytes({*range(1, 32), 127} - set(b"\t\n\r\x0b\x0c\x1b\x08\x07"))
 MAX_CONTROLS = 1 / 50  # of a log's bytes
 
 
-def blocks(path: Path, notes: list[str] | None = None) -> Iterator[bytes]:
+def blocks(path: Path, notes: list[str]) -> Iterator[bytes]:
     """The bytes of `path`, cut after line ends; only the last block may end inside a line.
 
     A truncated gzip file is read as far as possible, which is added to `notes`. Leading zero bytes,
@@ -30,7 +30,7 @@ def blocks(path: Path, notes: list[str] | None = None) -> Iterator[bytes]:
         rest = b""
         size = 0
         has_begun = False
-        for chunk in _chunks(raw, path, [] if notes is None else notes):
+        for chunk in _chunks(raw, path, notes):
             size += len(chunk)
             data = chunk
             if not has_begun:

@@ -21,7 +21,6 @@ from trilane.workspace.status import Status
 LONG = 1 << 16  # bytes: longer lines are searched for iterations only
 MAX_FORM = 4096  # bytes of the longest line whose form is remembered
 MAX_FORMS = 50_000  # more are forgotten: the wording of a log changes
-MAX_BLOCK = 200  # lines of one iteration
 ESCAPE = re.compile(rb"\x1b\[[0-9;?]*[A-Za-z]|\0")
 
 
@@ -60,14 +59,11 @@ class Form:
 
 @dataclass
 class Open:
-    """An iteration whose other numbers stand on the next lines: its row so far, its first line, and
-    how many lines it has.
-    """
+    """An iteration whose other numbers stand on the next lines: its row so far, its first line."""
 
     dialect: Dialect
     row: dict[str, float]
     line: bytes
-    lines: int = 0
 
 
 class Reader:
@@ -77,9 +73,6 @@ class Reader:
         every = dialects()
         self._tables = [dialect for dialect in every if not dialect.companion]
         self._companions = [dialect for dialect in every if dialect.companion]
-        self._words: list[tuple[bytes, str]] = []
-        for dialect in self._tables:
-            self._words += [(word.encode(), dialect.name) for word in dialect.words]
         self._runs = Runs()
         self._forms: dict[bytes, Form | None] = {}  # None: of lines that hold nothing
         # where other digits may make it another line, or it is of several parts
@@ -153,8 +146,7 @@ class Reader:
         """Read a line, or a part of one that a bar overwrote."""
         if self._open and self._continues(self._open, line):
             return self._alone
-        names = {name for word, name in self._words if word in line}
-        tables = [table for table in self._tables if table.name in names or not table.words]
+        tables = [table for table in self._tables if table.holds(line)]
         form = self._iteration(tables, line, is_whole)
         matched = not all(table.is_blind for table in tables)
         for dialect in self._companions:
@@ -205,17 +197,11 @@ class Reader:
         if not is_whole:  # the last number may be cut
             spans = [span for span in spans if span.stop < len(line)]
         row = row_of(spans, line)
-        form = Form(line, spans, dialect)
-        if "iteration" not in row:
-            return form
-        self._open = Open(dialect, row, line)
-        is_block = dialect.lines == "block"
-        if not is_block or not is_whole:
+        if "iteration" in row:
+            self._open = Open(dialect, row, line)
+        if dialect.lines != "block" or not is_whole:
             self._end()
-        is_rate = any(span.column == "iterations_per_second" for span in spans)
-        if is_block or is_rate or dialect.lines == "bar" or not dialect.is_blind:
-            return self._alone
-        return form
+        return Form(line, spans, dialect) if dialect.is_blind else self._alone
 
     def _around(self, line: bytes, dialect: Dialect) -> bool:
         """Read a line of that dialect that is no iteration; whether it is one."""
@@ -259,14 +245,13 @@ class Reader:
     def _continues(self, opened: Open, line: bytes) -> bool:
         """Whether the line continues the iteration that is open, which then may end."""
         dialect = opened.dialect
-        opened.lines += 1
         if dialect.matches("iteration", line):
             return False
         if spans := dialect.rest(line, set(opened.row)):
             opened.row |= row_of(spans, line)
             return True
         is_indented = line[:1].isspace() or body(line)[:1].isspace() or not line.strip()
-        if opened.lines > MAX_BLOCK or not is_indented:
+        if not is_indented:
             self._end()
         return False
 
