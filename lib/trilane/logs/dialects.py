@@ -81,9 +81,8 @@ class Dialect:
     them.
 
     `fields` gives column and unit for a number's printed name; one of `words` stands in every line
-    that matters (none given: any line may). A `companion` prints steps beside the iterations of
-    another dialect. `variants` are names of programs, by what their lines hold. `absent` are
-    numbers that are printed where a column has none.
+    that matters (none given: any line may). `variants` are names of programs, by what their lines
+    hold. `absent` are numbers that are printed where a column has none.
 
     Raises ValueError("field=value: the rule").
     """
@@ -99,7 +98,6 @@ class Dialect:
     lines: str = ""
     first_iteration: int = 1
     needs: tuple[str, ...] = ()
-    companion: bool = False
     words: tuple[str, ...] = ()
     variants: dict[str, str] = field(default_factory=dict)
     absent: dict[str, str] = field(default_factory=dict)
@@ -134,7 +132,7 @@ class Dialect:
         """Whether lines that differ in digits only are read alike: their patterns do not look at
         digits, and all numbers stand on one line.
         """
-        if self.lines in ("block", "bar") or "iterations_per_second" in str(self.fields):
+        if self.lines in ("block", "bar") or "iterations_per_second" in self.fields.values():
             return False
         texts = [text for key in PATTERNS for text in getattr(self, key)]
         plain = re.sub(r"\\d|\{[\d,]*\}|0-9", "", " ".join(texts))
@@ -165,17 +163,12 @@ class Dialect:
             return spans
         return []
 
-    def evaluation(self, line: bytes) -> list[Span]:
-        """The numbers of an evaluation; [] for any other line."""
-        match, start = _first(self.patterns("validation"), line)
-        return _groups(match, start) if match else []
-
     def every(self, key: str, line: bytes) -> list[list[Span]]:
-        """The numbers of each match of a key's patterns in the line: of "memory", or of a
-        companion's "iteration".
-        """
-        patterns = self.patterns(key)
-        return [_groups(match, 0) for pattern in patterns for match in pattern.finditer(line)]
+        """The numbers of each match of a key's patterns in the line."""
+        every = []
+        for pattern in self.patterns(key):
+            every += [_groups(match, 0) for match in pattern.finditer(line[:MAX_LINE])]
+        return every
 
     def matches(self, key: str, line: bytes) -> bool:
         """Whether a pattern of that key stands in the line."""

@@ -30,12 +30,11 @@ PRINTED = re.compile(
         rb"[a-z][a-z-]*\d[a-z\d.-]{0,60}): \S"
     ).replace(b"NAMES", NAMES)
 )
-# A rank of the run: torch's prefix since 2.2, a watchdog's in the group of all ranks, or before 2.2
-# in one that it does not name; and what Megatron, mpirun and trilane write. In other words it may
-# be a rank that this one waits for.
+# A rank of the run: torch's prefix since 2.2, a watchdog's in the group of all ranks, and what
+# Megatron, mpirun and trilane write. In other words it may be a rank that this one waits for.
 RANK = re.compile(
     rb"\[rank(\d{1,7})\]"
-    rb"|\[(?:PG[ \w]{0,99}\(default_pg\) |PG 0 |PG ID 0 PG GUID 0 )?Rank (\d{1,7})\]"
+    rb"|\[(?:PG[ \w]{0,99}\(default_pg\)|PG 0|PG ID 0 PG GUID 0) Rank (\d{1,7})\]"
     rb"|(?:^|: |process )[Rr]ank (\d{1,7})(?:: | with PID )"
 )
 TASK = re.compile(
@@ -58,12 +57,6 @@ MAX_TASKS = 512  # of `0-511`
 def place_of(line: bytes) -> Place:
     """The place that a line prints, with nothing concluded."""
     rank = RANK.search(line)
-    rank_known = Known.NO
-    if rank:
-        if rank[0].startswith(b"[Rank"):
-            rank_known = Known.ASSUMED
-        else:
-            rank_known = Known.LINE
     head = line[:MAX_LINE]
     named = NAMED.search(head) or PRINTED.search(head)
     node = ""
@@ -77,7 +70,7 @@ def place_of(line: bytes) -> Place:
         rank=_number(rank),
         tasks=_numbers(task[task.lastindex or 0]) if task else (),
         node=node,
-        rank_known=rank_known,
+        rank_known=Known.LINE if rank else Known.NO,
         node_known=node_known,
     )
 
@@ -109,7 +102,6 @@ class Places:
 
     world: int = 0
     size: int = 0
-    has_groups: bool = False  # of tensor or pipeline parallelism
     # a process on each node starts its ranks, or ranks are numbered otherwise: no task is a rank
     has_launchers: bool = False
     nodes: dict[int, str] = field(default_factory=dict)  # of ranks
@@ -118,7 +110,7 @@ class Places:
 
     def see(self, place: Place, line: bytes) -> None:
         """Learn from a line about an end."""
-        rank = place.rank if place.rank_known > Known.ASSUMED else None
+        rank = place.rank
         if rank is not None and len(place.tasks) == 1 and place.tasks[0] != rank:
             self.has_launchers = True
         if not place.node or "[" in place.node:
@@ -174,8 +166,6 @@ class Places:
         """The place with its rank and its node, where the log proves them."""
         rank = place.rank
         known = place.rank_known
-        if known == Known.ASSUMED and self.has_groups:  # it may count in a group
-            rank = None
         if rank is None and len(place.tasks) == 1 and self.tasks_are_ranks:
             rank = place.tasks[0]
             known = Known.MAP
@@ -191,10 +181,7 @@ class Places:
         elif len(place.tasks) == 1 and len({*self.tasks.values()}) == len(self.tasks):
             # many tasks a node may be of another step, such as a test's
             node = self.tasks.get(place.tasks[0], "")
-        if not node:
-            return place
-        how = Known.ASSUMED if known == Known.ASSUMED else Known.MAP
-        return replace(place, node=node, node_known=how)
+        return replace(place, node=node, node_known=Known.MAP if node else Known.NO)
 
 
 def _add(nodes: dict[int, str], number: int, host: str) -> None:

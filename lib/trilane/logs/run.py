@@ -188,8 +188,6 @@ def _learn_places(run: PartialRun) -> None:
     places = run.places
     world = run.arguments.get("world_size")
     places.world = world if isinstance(world, int) else 0
-    for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size"):
-        places.has_groups |= run.arguments.get(name, 1) != 1
     places.has_launchers |= b"[default" in run.last_line[:40]
     places.see(place_of(run.last_line), run.last_line)
 

@@ -47,14 +47,13 @@ def tables(lines: Sequence[str], suffix: str) -> Iterator[Table]:
     if suffix != ".csv":
         yield from _markdown_tables(lines)
         return
-    given = [number for number, line in enumerate(lines) if line.strip() and line[0] != "#"]
     try:
-        rows = list(csv.reader([lines[number] for number in given]))
+        every = list(enumerate(csv.reader(lines), 1))
     except csv.Error as error:  # a cell of more than 131072 characters
         raise ValueError(f"table={error}: is no CSV") from None
+    rows = [(line, row) for line, row in every if row and not row[0].startswith("#")]
     if rows:
-        numbers = [number + 1 for number in given]
-        yield rows[0], list(zip(numbers, rows, strict=False))[1:]
+        yield rows[0][1], rows[1:]
 
 
 def _markdown_tables(lines: Sequence[str]) -> Iterator[Table]:

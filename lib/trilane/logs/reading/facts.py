@@ -9,8 +9,8 @@ from trilane.logs.endings import Ending, Level
 from trilane.logs.reading.runs import Device, PartialRun
 from trilane.logs.watchdog import WORDS
 from trilane.workspace.place import Known, Place
-from trilane.workspace.status import Status
 
+# printed only when a training begins
 LAUNCH = re.compile(
     rb"using world size:|-{6} arguments -|[Ii]nitializing torch distributed"
     rb"|\*{5} Running training|DeepSpeed info: |- INFO - Starting job: "
@@ -56,7 +56,6 @@ class Facts:
     def __init__(self) -> None:
         self.inside = 0  # lines that an open dump of arguments may still have
         self.traceback = 0  # lines that an open traceback may still have
-        self._trace = b""  # the first line of a traceback without its exception
         self._ignored = False  # the exception of an open traceback is one that no caller sees
         # of torchrun's table of failures: the node and the rank of the last entry, and whether it
         # is one that torchrun ended after the first, or that failed later
@@ -65,11 +64,6 @@ class Facts:
         self._others = False
         # that nvidia-smi's table names, whose memory is on the next line
         self._gpu: tuple[int, str] | None = None
-
-    def is_launch(self, line: bytes) -> bool:
-        """Whether the line is printed only when a training begins."""
-        trains = line.startswith(b"+") and b".py" in line and bool(arguments.traced(line))
-        return trains or bool(LAUNCH.search(line))
 
     def numbers(self, line: bytes, run: PartialRun) -> bool:
         """Read timers, rates and devices; returns whether the line has the form of any, digits
@@ -150,13 +144,6 @@ class Facts:
             return bool(DECIDES.search(line))  # `0 oom_kill events` is none, 1 is one
         return True
 
-    def close(self, run: PartialRun) -> None:
-        """Read the end of the file: a traceback whose exception is missing has ended the run, if
-        nothing else has.
-        """
-        if self.traceback and self._trace and not self._ignored:
-            run.add_ending(endings.reported(Level.LAUNCHER, Status.CRASHED, self._trace, run.rows))
-
     def _place(self, line: bytes, run: PartialRun) -> None:
         """Read on which host a rank ran: from torchrun's table of failures, or from NCCL."""
         if b"Root Cause" in line:
@@ -177,12 +164,10 @@ class Facts:
         """The exception that ends a traceback: its first line that is not indented."""
         if re.search(rb"Traceback \(most recent call last\):\s*$", line):
             self.traceback = MAX_TRACEBACK
-            self._trace = line
         elif self.traceback and INSIDE.match(line):
             self.traceback -= 1
         elif self.traceback:
             self.traceback = 0
-            self._trace = b""
             return endings.raised(line, run.rows)
         return None
 

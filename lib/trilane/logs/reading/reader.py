@@ -10,11 +10,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import itemgetter
 
-from trilane.logs import arguments, endings
+from trilane.logs import endings
 from trilane.logs.dialects import Dialect, Span, dialects, row_of
-from trilane.logs.prefixes import body, rank, timestamp
+from trilane.logs.prefixes import body, rank
 from trilane.logs.reading import trainer_dicts
-from trilane.logs.reading.facts import Facts, timers
+from trilane.logs.reading.facts import LAUNCH, Facts, timers
 from trilane.logs.reading.runs import DIGITS, PartialRun, Runs
 from trilane.workspace.status import Status
 
@@ -70,9 +70,6 @@ class Reader:
     """Reads blocks in order; `close` returns a PartialRun for each run."""
 
     def __init__(self) -> None:
-        every = dialects()
-        self._tables = [dialect for dialect in every if not dialect.companion]
-        self._companions = [dialect for dialect in every if dialect.companion]
         self._runs = Runs()
         self._forms: dict[bytes, Form | None] = {}  # None: of lines that hold nothing
         # where other digits may make it another line, or it is of several parts
@@ -90,7 +87,6 @@ class Reader:
     def close(self) -> list[PartialRun]:
         """The runs of the file that have any content."""
         self._end()
-        self._facts.close(self.run)
         return [run for run in self._runs.all if run.has_content]
 
     def feed(self, block: bytes) -> None:
@@ -139,19 +135,16 @@ class Reader:
         form = self._part(last, is_whole)
         if parts or (form and text != line):
             form = self._alone
-        self._waits = bool(self._open or self._facts.traceback)
+        self._waits = bool(self._open or self._facts.traceback or self._facts.inside)
         return form
 
     def _part(self, line: bytes, is_whole: bool) -> Form | None:
         """Read a line, or a part of one that a bar overwrote."""
         if self._open and self._continues(self._open, line):
             return self._alone
-        tables = [table for table in self._tables if table.holds(line)]
+        tables = [table for table in dialects() if table.holds(line)]
         form = self._iteration(tables, line, is_whole)
         matched = not all(table.is_blind for table in tables)
-        for dialect in self._companions:
-            if dialect.holds(line):
-                matched |= self._steps(dialect, line)
         if form or len(line) >= LONG:
             return self._alone if matched else form
         if b"{'" in line:
@@ -165,7 +158,7 @@ class Reader:
     def _other(self, line: bytes, matched: bool) -> Form | None:
         """Read what stands on a line without an iteration."""
         spans = [] if matched else timers(line)
-        is_launch = self._facts.is_launch(line)
+        is_launch = bool(LAUNCH.search(line))
         if is_launch:
             self._runs.launch()
         has_arguments = self._facts.arguments(line, self.run)
@@ -173,8 +166,7 @@ class Reader:
         has_end = self._facts.end(line, self.run)
         if spans and not (is_launch or has_arguments or has_end):
             return Form(line, spans)
-        may_be_argument = b"  " in line and arguments.UNDOTTED.match(line)
-        if matched or is_launch or has_arguments or has_numbers or has_end or may_be_argument:
+        if matched or is_launch or has_arguments or has_numbers or has_end:
             return self._alone
         return None
 
@@ -212,35 +204,15 @@ class Reader:
             self._end()
             level = endings.Level.PLANNED
             self.run.add_ending(endings.reported(level, Status.COMPLETED, line, self.run.rows))
-        elif spans := dialect.evaluation(line):
+        elif evaluations := dialect.every("validation", line):
             self._end()
-            self.run.add_validation(row_of(spans, line))
+            self.run.add_validation(row_of(evaluations[0], line))
         else:
-            return self._memory(dialect, line)
+            reports = dialect.every("memory", line)
+            for spans in reports:
+                self.run.add_memory(row_of(spans, line), rank(line))
+            return bool(reports)
         return True
-
-    def _memory(self, dialect: Dialect, line: bytes) -> bool:
-        """Read the reports of memory in a line; whether it has any."""
-        reports = dialect.every("memory", line)
-        for spans in reports:
-            self.run.add_memory(row_of(spans, line), rank(line))
-        return bool(reports)
-
-    def _steps(self, dialect: Dialect, line: bytes) -> bool:
-        """Read a companion's steps, which count where nothing else numbers the iterations, and its
-        memory; whether the line has any.
-        """
-        has_memory = self._memory(dialect, line)
-        every = dialect.every("iteration", line)
-        for spans in every:
-            row = row_of(spans, line)
-            if row.get("iteration") == 0:  # step 0 is printed at start-up
-                continue
-            if self.run.restarts(row):
-                self._runs.begin()
-            self.run.dialects["deepspeed"] += 0
-            self.run.add_companion(row, timestamp(line), line)
-        return bool(every) or has_memory
 
     def _continues(self, opened: Open, line: bytes) -> bool:
         """Whether the line continues the iteration that is open, which then may end."""

@@ -19,8 +19,7 @@ DIGITS = bytes.maketrans(b"123456789", b"000000000")
 MAX_RUNS = 10_000  # of a file
 SHORT_S = 20.0  # which stamps of whole seconds give to 5 %, and their median to 1 %
 MEMORY = ("allocated", "max_allocated", "reserved", "max_reserved")
-# these are equal in two lines of one iteration
-SAME = ("lm_loss", "sec_per_it", "consumed_samples", "epoch")
+STEPS = "deepspeed"  # whose own steps count where no other dialect reports any
 LAUNCHED = (Level.SCHEDULER, Level.OUTSIDE, Level.WRAPPER, Level.LAUNCHER)
 
 
@@ -40,7 +39,6 @@ class PartialRun:
 
     def __init__(self, follows: bool = False) -> None:
         self.iterations = NumericTable()
-        self.is_companion = False  # they are DeepSpeed's own steps, as nothing else prints any
         self.timers = NumericTable()
         self.validation = NumericTable()
         self.memory: dict[int, dict[str, float]] = {}
@@ -81,16 +79,11 @@ class PartialRun:
 
     def add(self, row: dict[str, float], dialect: str, source: float, line: bytes) -> None:
         """Append an iteration, of that line, printed by the rank or process `source`."""
-        # a loss that is printed as NaN counts; of one that is not printed the norm tells, where no
-        # step was skipped. Megatron's own count stays 0 then:
+        # Megatron's own count stays 0 where the loss is NaN:
         # https://github.com/deepspeedai/Megatron-DeepSpeed/pull/434
-        has_loss = "lm_loss" in row or row.get("skipped")
-        value = row.get("lm_loss" if has_loss else "grad_norm", 0.0)
-        if value != value:
+        loss = row.get("lm_loss", 0.0)
+        if loss != loss:
             row = {**row, "nan": row.get("nan") or 1.0}
-        if self.is_companion:
-            self.iterations = NumericTable()
-            self.is_companion = False
         self.iterations.add(row)
         self.dialects[dialect] += 1
         if self.rank != self.rank:
@@ -127,7 +120,7 @@ class PartialRun:
         number = row["iteration"]
         before = self.printed.get(source)
         self.printed[source] = number
-        if self.is_companion or not self.rows or not number <= self.iteration:
+        if not self.rows or not number <= self.iteration:
             return True
         if source == source:
             # a source that lags behind another one, or begins after it, prints copies
@@ -135,36 +128,17 @@ class PartialRun:
                 return None
             if before is not None and number > before:
                 return None
-        if number == self.iteration and self._is_same(row):
+        is_other = abs(row.get("lm_loss", NAN) - self.iterations.last("lm_loss")) > 0
+        if number == self.iteration and not is_other:
             return None
         return False
 
-    def _is_same(self, row: Mapping[str, float]) -> bool:
-        """Whether the row has the numbers of the last one."""
-        for name in SAME:
-            value = row.get(name, NAN)
-            if value == value and name in self.iterations and value != self.iterations.last(name):
-                return False
-        return True
-
-    def add_companion(self, row: dict[str, float], time_s: float, line: bytes) -> None:
-        """Add DeepSpeed's own step, which counts as an iteration only where no other dialect
-        reports any.
-        """
-        if self.rows and not self.is_companion:
-            if "skipped_total" in row and "skipped" not in self.iterations:
-                self.iterations.change_last({"skipped_total": row["skipped_total"]})
-        elif self.iterations.last("iteration") == row["iteration"]:
-            self.iterations.change_last(row)
-        else:
-            self.is_companion = True
-            self.iterations.add(self.timed(row, time_s, "deepspeed"))
-            self.iteration = row["iteration"]
-            self.last_line = line
-
-    def restarts(self, row: Mapping[str, float]) -> bool:
-        """Whether DeepSpeed's step shows that another run has begun."""
-        return self.is_companion and row["iteration"] < self.iterations.last("iteration")
+    def forget(self) -> None:
+        """Forget DeepSpeed's own steps, as another dialect reports the iterations."""
+        self.iterations = NumericTable()
+        self.dialects.clear()
+        self.printed.clear()
+        self.rank = NAN
 
     def add_timers(self, row: dict[str, float]) -> None:
         """Add timers in seconds, printed after the last iteration. The last value counts."""
@@ -217,6 +191,8 @@ class Runs:
     def take(self, row: dict[str, float], dialect: Dialect, line: bytes) -> None:
         """Give an iteration of a dialect, all of whose lines were read, to its run."""
         run = self.run
+        if dialect.name == STEPS and not row["iteration"]:  # step 0 is printed at start-up
+            return
         rate = row.pop("iterations_per_second", 0.0)
         if rate > 0:
             row.setdefault("sec_per_it", 1 / rate)
@@ -233,18 +209,28 @@ class Runs:
             if printed_by == run.rank or printed_by != printed_by:
                 run.iterations.change_last(row)
             return
-        self.step(run.timed(row, time_s, dialect.name), dialect.name, line, printed_by)
-        self.run.first_iteration = dialect.first_iteration
+        self.step(row, dialect.name, time_s, line, printed_by)
+        if self.run.dialects[dialect.name]:
+            self.run.first_iteration = dialect.first_iteration
         if memory := {column: row[column] for column in MEMORY if column in row}:
             self.run.add_memory(memory, rank(line))
 
-    def step(self, row: dict[str, float], dialect: str, line: bytes, source: float = NAN) -> None:
-        """Add an iteration that the rank or process `source` printed: the next of the run, another
-        rank's copy, or the first of another run.
+    def step(
+        self, row: dict[str, float], dialect: str, time_s: float, line: bytes, source: float = NAN
+    ) -> None:
+        """Add an iteration that the rank or process `source` printed at a time: the next of the
+        run, another rank's copy, or the first of another run.
         """
         run = self.run
-        is_next = run.accepts(row, source)
         counted = {name for name, rows in run.dialects.items() if rows}
+        if dialect == STEPS and counted - {STEPS}:
+            if "skipped_total" in row and "skipped" not in run.iterations:
+                run.iterations.change_last({"skipped_total": row["skipped_total"]})
+            return
+        if dialect != STEPS and counted == {STEPS}:
+            run.forget()
+            counted = set()
+        is_next = run.accepts(row, source)
         if counted and dialect not in counted:
             # another reporter of the same run, such as a bar, repeats the number of the iteration
             is_next = False
@@ -256,7 +242,7 @@ class Runs:
             return
         if not is_next:
             self.begin()
-        self.run.add(row, dialect, source, line)
+        self.run.add(self.run.timed(row, time_s, dialect), dialect, source, line)
 
     def launch(self) -> None:
         """Read a line of a launch: of another run where the current one has begun or ended."""

@@ -82,8 +82,7 @@ class TrainerDicts:
             if not _is_copy(values, last):
                 row = {column: values[name] for name, column in COLUMNS.items() if name in values}
                 row.setdefault("iteration", NAN)
-                row = run.timed(row, values.get("elapsed", NAN), "hf-trainer")
-                self._runs.step(row, "hf-trainer", line)
+                self._runs.step(row, "hf-trainer", values.get("elapsed", NAN), line)
 
     def _is_next(self, last: Values) -> bool:
         """Whether the bar is of the training, and later than the last dict."""
