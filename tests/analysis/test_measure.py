@@ -113,23 +113,6 @@ def test_recomputation_counts_only_for_the_hardware():
         assert flops.utilization(replace(setup, **lacks), 2.0) == {}
 
 
-LLAMA = dict(
-    group_query_attention=True, num_query_groups=4, swiglu=True, ffn_hidden_size=5632, normalization="RMSNorm",
-    position_embedding_type="rope", untie_embeddings_and_output_weights=True,
-)  # fmt: skip
-
-
-def test_the_flops_of_a_gate_and_of_shared_keys_are_counted_as_megatron_does():
-    """core_v0.16.1, training.py, num_floating_point_operations: 6 B s per weight of a layer, half
-    of the scores.
-    """
-    config = measure_log(log(arguments={**ARGUMENTS, **LLAMA, "add_bias_linear": False})).config
-    B, s, L, h, V = 16, 2048, 24, 2048, 50304
-    weights = h * h * (1 + 2 * 4 / 16) + h * h + 3 * h * 5632
-    expected = 6 * B * s * (L * (weights + h * s) + h * V)
-    assert flops.rates(config, 1.0)["megatron_causal"] * config.gpus == pytest.approx(expected)
-
-
 def test_timers_become_phases_once_each():
     megatron = {
         "iteration": [1, 2], "forward-compute": 0.4, "backward-compute": 0.8, "forward-recv": 0.2, "optimizer": 0.1,

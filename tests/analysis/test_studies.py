@@ -44,7 +44,7 @@ def test_what_differs_is_a_row_and_what_is_equal_is_none(outputs: Path) -> None:
     assert found.to_json()["studies"] == ["a", "b"]
 
 
-@pytest.mark.parametrize("text", ["{", '{"plans": [{"id": 1}]}', '{"plans": 7}', '{"plans": []}'])
+@pytest.mark.parametrize("text", ["{", '{"plans": [{"id": 1}]}', '{"plans": []}'])
 def test_a_damaged_result_is_refused_and_a_missing_one_is_empty(outputs: Path, text: str) -> None:
     here = study("a")
     plans = study("b").folder / "plans.json"
@@ -60,7 +60,6 @@ def test_a_damaged_result_is_refused_and_a_missing_one_is_empty(outputs: Path, t
     ("names", "message"),
     [
         ("a", "studies=a: must be two or more, separated by commas"),
-        ("a,a", "studies=a,a: must be two or more, separated by commas"),
         ("a,b", "studies=b: known: a"),
         ("a,../b", "study='../b': must be a plain folder name (letters, digits, . _ -)"),
     ],

@@ -17,10 +17,7 @@ from trilane.costmodel.iteration import (
     IterationTime,
     data_parallel_seconds,
     iteration_time,
-    seconds_per_stage,
-    stage_seconds,
 )
-from trilane.costmodel.layers import embedding_seconds, head_seconds, layer_time
 
 A100 = cluster("jz-a100-80g")  # nodes of 8
 SLOW_NETWORK = replace(A100, network_bytes_per_s=A100.network_bytes_per_s / 10)
@@ -124,30 +121,3 @@ def test_sharding_more_is_never_faster_and_a_microbatch_twice_as_large_takes_at_
     for mbs in (1, 2, 4, 8):
         once, twice = (seconds(dp=64, mbs=m, gbs=m * 64 * 4, zero=1).total for m in (mbs, 2 * mbs))
         assert twice <= 2 * once
-
-
-def test_whole_activations_cost_as_often_as_there_are_tensor_parallel_ranks() -> None:
-    """DLPerf, TP 8 on PP 4 with one 100 Gb/s card a node: 0.2 s for each microbatch of 151 MB."""
-    slow = replace(A100, network_bytes_per_s=1e8)
-    parts, whole = (
-        seconds(slow, replace(K, whole_p2p=w), tp=8, pp=4, gbs=8).pipeline_p2p for w in (0.0, 1.0)
-    )
-    assert whole == pytest.approx(8 * parts, rel=0.02)
-
-
-@pytest.mark.parametrize(
-    "topology", [{}, {"pp": 2}, {"pp": 4}, {"pp": 4, "last_stage_layers": 9}, {"pp": 8, "tp": 2}]
-)
-def test_the_pace_is_that_of_the_slowest_of_the_stages(topology: dict) -> None:
-    """The stages one by one, with embedding and head at the ends, against the two numbers that the
-    time is made of.
-    """
-    t = Topology(**BF16, gbs=8, **topology)
-    x = columns_of(SHAPE, t)
-    parts = [
-        float(layer_time(x, A100, K).total),
-        float(head_seconds(x, A100, K)),
-        float(embedding_seconds(x, A100, K)),
-    ]
-    each = seconds_per_stage(SHAPE, t, A100, K)
-    assert [float(s) for s in stage_seconds(x, *parts)] == pytest.approx([max(each), sum(each)])

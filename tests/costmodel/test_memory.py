@@ -1,7 +1,5 @@
 """Memory: published bytes, laws, and the measured rows."""
 
-from dataclasses import replace
-
 import pytest
 
 from trilane.config.cluster import Cluster, cluster
@@ -94,43 +92,6 @@ def test_offload_moves_bytes_from_the_card_to_the_host_and_loses_none():
     hosts = [float(host_bytes(columns_of(shape, t), 0)) for t in topologies]
     assert hosts[0] == 0 and away.optimizer == 0
     assert here.weights + here.optimizer == pytest.approx(away.weights + hosts[1])
-
-
-@pytest.mark.slow
-def test_a_llama_of_transformers_keeps_what_is_counted():
-    """Bytes that autograd really saves for one more layer, the weights left out: those of unfused
-    layers.
-    """
-    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
-    shape = parse_shape("2,512,8,256,64")
-    shape = replace(
-        shape, activation="swiglu", ffn_hidden_size=1792, num_key_value_heads=2, biases="none"
-    )
-
-    def saved(layers: int) -> int:
-        names = {
-            "hidden_size": 512,
-            "intermediate_size": 1792,
-            "num_attention_heads": 8,
-            "num_key_value_heads": 2,
-        }
-        config = transformers.LlamaConfig(
-            **names, num_hidden_layers=layers, vocab_size=64, attn_implementation="sdpa"
-        )
-        model, alive = transformers.LlamaModel(config).to(torch.bfloat16), list[object]()
-        weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
-        with torch.autograd.graph.saved_tensors_hooks(lambda t: alive.append(t) or t, lambda t: t):
-            model(
-                inputs_embeds=torch.ones(1, 256, 512, dtype=torch.bfloat16, requires_grad=True),
-                use_cache=False,
-            )
-        storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in alive}
-        return sum(size for place, size in storages.items() if place not in weights)
-
-    x = columns_of(shape, Topology(precision="bf16"))
-    assert (saved(3) - saved(1)) / 2 == pytest.approx(
-        float(activation_bytes_per_layer(x, replace(DEFAULT, unfused=1.0))), rel=0.02
-    )
 
 
 def test_fully_sharded_states_take_16_bytes_of_the_group_that_shares_them():

@@ -58,9 +58,6 @@ def test_a_plan_like_no_measured_run_is_named_and_its_interval_widens(case, diff
     [
         ("32,4096,32,2048,50432", dict(dp=8, mbs=6, gbs=48), 85144),
         ("32,4096,32,2048,50432", dict(dp=128, mbs=6, gbs=768), 1340830),
-        ("32,2560,20,2048,50432", dict(dp=16, mbs=10, gbs=480), 386285),
-        ("40,5120,40,2048,50432", dict(dp=8, mbs=2, gbs=16), 38336),
-        ("48,7168,56,2048,50432", dict(dp=32, mbs=14, gbs=1344, recompute="full"), 73860),
         ("80,8192,64,2048,50432", dict(dp=64, mbs=8, gbs=2048, recompute="full"), 66523),
     ],
 )
@@ -97,56 +94,7 @@ def test_a_prediction_faster_than_any_measured_run_says_so_and_is_less_sure():
     )
     assert claimed.support.mfu > claimed.support.record > plain.support.mfu
     assert claimed.sec_hi / claimed.sec_per_it > 1.2 * plain.sec_hi / plain.sec_per_it
-    newer = dataclasses.replace(
-        case, cluster=cluster("h200")
-    )  # no row of its own: what an H100 has reached
-    assert (
-        "of the card's peak"
-        in predict(newer, dataclasses.replace(usual, pace=0.6, card="")).support.words
-    )
     capped = [
         predict(case, dataclasses.replace(usual, matmul=share)).sec_per_it for share in (0.87, 0.95)
     ]
     assert capped[0] == capped[1]
-
-
-LLAMA = dataclasses.replace(
-    parse_shape("32,4096,32,4096,32000"),
-    **{
-        "num_key_value_heads": 8,
-        "activation": "swiglu",
-        "normalization": "rmsnorm",
-        "positions": "rotary",
-    },
-    **{"biases": "qkv", "ffn_hidden_size": 14336, "tied_embeddings": False},
-)
-BLOOM = dataclasses.replace(
-    parse_shape("24,2048,16,2048,250880"), positions="alibi", embedding_layernorm=True
-)
-CASES = {"shape": (LLAMA, BLOOM, parse_shape("32,2592,24,1024,50304"), SHAPE)}
-CASES |= {
-    "cluster": (
-        "jz-a100-80g",
-        "jz-v100-32g",
-        "dgx-h100",
-        "h200",
-        "perlmutter-a100-40g",
-        "jz-v100-16g",
-    )
-}
-CASES |= {"engine": ("", "megatron", "deepspeed-zero", "deepspeed-3d", "hf-zero3")}
-CASES |= {"stack": ("", "", "fsdp", "megatron-deepspeed", "megatron-core")}
-TOPOLOGIES = {
-    "tp": (1, 2, 4, 16),
-    "pp": (1, 1, 2, 4),
-    "dp": (1, 2, 8, 48),
-    "mbs": (1, 2, 3),
-    "gbs": (1152, 288),
-}
-TOPOLOGIES |= {
-    "cp": (1, 1, 2),
-    "zero": (0, 1, 2, 3),
-    "recompute_layers": (0, 2),
-    "interleaving": (1, 1, 2),
-}
-TOPOLOGIES |= {"first_stage_layers": (0, 0, 5), "last_stage_layers": (0, 0, 6), "shards": (0, 0, 8)}

@@ -45,12 +45,6 @@ def test_an_interleaved_pipeline_has_a_bubble_v_times_smaller():
     assert chunks.pipeline_p2p == pytest.approx(2 * (1 - K.overlap) * plain.pipeline_p2p)
 
 
-def test_twice_the_global_batch_is_twice_the_work_and_one_bubble():
-    one, two = (seconds(tp=8, pp=12, dp=4, mbs=2, gbs=g) for g in (1024, 2048))
-    assert two.matmul == pytest.approx(2 * one.matmul) and two.bubble == pytest.approx(one.bubble)
-    assert two.data_parallel == pytest.approx(one.data_parallel)
-
-
 @pytest.mark.parametrize(
     ("heads", "tp", "low", "high"), [(128, 8, 1.2, 1.45), (128, 4, 1.3, 1.55), (96, 4, 1.0, 1.06)]
 )
