@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from trilane.config import engines
 from trilane.config.cluster import cluster
 from trilane.config.model import parse_shape
 from trilane.config.parallelism import Topology
@@ -238,3 +239,12 @@ def test_a_checkpoint_of_another_model_is_refused_and_one_that_is_still_to_come_
     (found,) = (f for f in findings(folder, p) if f.rule == "checkpoint")
     wanted = "shape.normalization=layernorm: the checkpoint iter_0000000 was trained with rmsnorm"
     assert (found.level, found.message) == (REFUSAL, wanted)
+
+
+def test_what_no_installed_engine_can_train_is_refused(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    installed = {"megatron-core": (0, 19), "nvidia-resiliency-ext": (0, 4)}
+    monkeypatch.setattr(engines, "release", installed.get)
+    (found,) = [f for f in findings(folder, plan()) if f.rule == "engine"]
+    assert found.message.startswith("nvidia-resiliency-ext=0.4: ")

@@ -9,7 +9,7 @@ from functools import cached_property
 from pathlib import Path
 
 from trilane.config.cluster import Cluster
-from trilane.config.engines import untrainable_reason
+from trilane.config.engines import require_trainable
 from trilane.config.parallelism import CLUSTER_RULES
 from trilane.config.plan import Plan
 from trilane.costmodel.predict import IMPOSSIBLE, Prediction, predict
@@ -118,13 +118,16 @@ class JobCheck:
 
 
 def nodes(job: JobCheck) -> Findings:
-    """The plan's GPUs are the site's, and the topology obeys these nodes."""
+    """An engine can train the plan, its GPUs are the site's, and the topology obeys these nodes."""
     topology = job.plan.topology
     here = job.cluster
     planned = job.plan.cluster
-    if reason := untrainable_reason(topology):
-        remedy = "train it with the program that can (trilane convert megatron)"
-        yield refusal("engine", reason, remedy)
+    try:
+        require_trainable(topology, job.plan.run.fused)
+    except ValueError as error:
+        # what is installed here need not be what the job's environment has
+        remedy = "correct it in the job's environment, or --allow engine where that has it"
+        yield refusal("engine", str(error), remedy)
     width = here.gpus_per_node
     if (here.gpu.name, width) != (planned.gpu.name, planned.gpus_per_node):
         message = f"planned for {planned.gpus_per_node} x {planned.gpu.name} a node, "
