@@ -198,8 +198,6 @@ def test_a_job_waits_for_the_end_of_one_whose_ranks_may_still_save(
         ("78 crashed", "COMPLETED FAILED FAILED", "79 crashed SLURM: FAILED; the log gives", 0),
         # a job over its time limit is killed by signals, which looks like a crash
         ("77 crashed", "TIMEOUT CANCELLED CANCELLED", "77 time limit SLURM: TIMEOUT", 0),
-        # a completed run has completed
-        ("77 completed", "TIMEOUT CANCELLED CANCELLED", "77 completed by 77", 0),
         # that which runs, and how many wait behind it
         ("", "RUNNING PENDING PENDING", "77 running ", 2),
         ("", "COMPLETED PENDING RUNNING", "79 running ", 1),
@@ -228,7 +226,6 @@ XID = "n2: [18.4] NVRM: Xid (PCI:0000:1b:00): 79, pid=8, GPU has fallen off the 
         ([], {"n2": "has no GPU"}, 1, "", "node failure", "n2", None),
         # the node of an Xid still answers; the errors of the other ranks are no reason
         ([], {}, 1, XID, "GPU error", "n2", None),
-        ([], {}, 0, XID, "GPU error", "", ["n2"]),
     ],
 )
 def test_a_spare_takes_the_place_of_a_node_that_is_dead_or_broken(
@@ -284,7 +281,6 @@ def test_a_spare_takes_over_from_a_node_that_makes_a_run_slow_without_another_te
 
 EDITS = [
     ({"optimizer": {"lr": 6e-4}}, "optimizer.lr: 0.001 -> 0.0006"),
-    ({"run": {"ramp": {"start": 4, "increment": 4, "samples": 8}}}, "run.ramp.start: 0 -> 4"),
     ({"data": {"source": "\x1b[31mred"}}, "plan"),  # none that can be read
     ({"dropout": {"hidden": 0.0}}, ""),  # what it is by default
     (None, "plan"),  # deleted

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from test_script import directives, plan_for
 
-from trilane.slurm import script, sites
+from trilane.slurm import script
 from trilane.slurm.script import srun_arguments
 from trilane.slurm.sites import JobRequest, Site
 from trilane.utils.validation import from_mapping
@@ -52,9 +52,6 @@ BAD = [
         ({field: value}, rf"^site.{field}={name}: looks like a secret[^!]*setup$")
         for field, value, name in (
             ("env", {"WANDB_API_KEY": "!"}, "WANDB_API_KEY"),
-            ("env", {"AWS_ACCESS_KEY_ID": "!"}, "AWS_ACCESS_KEY_ID"),
-            ("env", {"hf_token": "!"}, "hf_token"),
-            ("env", {"PGPASSWORD": "!"}, "PGPASSWORD"),
             ("env", {"http_proxy": "http://me:!@proxy:3128"}, "password in an address"),
             ("setup", ["module load a; export MY_SECRET='!'"], "MY_SECRET"),
             ("sbatch", {"export": "ALL,WANDB_API_KEY=abc"}, "WANDB_API_KEY"),
@@ -63,10 +60,7 @@ BAD = [
     ),
     ({"setup": ["module load a", "x\ny"]}, r"^site.setup, line 2=.*must be one line"),
     ({"sbatch": {"x\n#SBATCH --uid": "0"}}, r"^site.sbatch=.*must be one line"),
-    ({"sbatch": {"licenses": "a\n#SBATCH --uid=0"}}, r"^site.sbatch.licenses=.*must be one line"),
     ({"host_suffix": "i; touch x"}, r"^site.host_suffix='i; touch x': must be letters"),
-    ({"srun": ["-n1"]}, r"^site.srun='-n1': must be a long option"),
-    ({"gpu_type": "a100:4"}, r"^site.gpu_type='a100:4': must be one type"),
     ({"container": "pyxis"}, r"^site.container=pyxis: and container_image need each other"),
     (
         {"container": "pyxis", "container_image": "a.sqsh"},
@@ -107,12 +101,11 @@ def test_no_site_can_set_what_a_script_sets() -> None:
             rendered(replace(FREE, env={name: "1"}))
 
 
-@pytest.mark.parametrize("launcher", ["torchrun", "srun"])
-def test_the_arguments_of_srun_are_the_sites_and_bind_a_task_to_its_cores(launcher: str) -> None:
-    bound = "--cpu-bind=cores " if launcher == "srun" else ""
-    assert srun_arguments(FREE, launcher) == f"--mpi=none --label {bound}"
-    assert srun_arguments(replace(FREE, srun=("--cpu-bind=none",)), launcher) == "--cpu-bind=none "
-    assert srun_arguments(sites.site("generic"), "torchrun") == ""
+def test_the_arguments_of_srun_are_the_sites_and_bind_a_task_to_its_cores() -> None:
+    assert srun_arguments(FREE, "torchrun") == "--mpi=none --label "
+    assert srun_arguments(FREE, "srun") == "--mpi=none --label --cpu-bind=cores "
+    own = replace(FREE, srun=("--cpu-bind=none",))
+    assert srun_arguments(own, "srun") == "--cpu-bind=none "
 
 
 def read_by_bash(words: str, folder: Path, code: str) -> list[str]:
@@ -163,9 +156,7 @@ def prepared(site: Site, folder: Path, **env: str) -> "subprocess.CompletedProce
 @pytest.mark.parametrize(
     ("line", "code"),
     [
-        ("(exit 7)", 7),
         ("exit 3", 3),
-        ("no-such-command --now", 127),
         ("echo 'unclosed", 2),
     ],
 )

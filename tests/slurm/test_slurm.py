@@ -8,9 +8,7 @@ import os
 import shutil
 import signal
 import sys
-import sysconfig
 import time
-import venv
 from dataclasses import replace
 from pathlib import Path
 
@@ -103,16 +101,11 @@ def test_two_nodes_of_two_processes_train_to_the_end_with_the_code_that_was_subm
         shutil.copytree(package, installed / package.name)
     monkeypatch.setattr(copies, "packages", lambda: [installed / p.name for p in packages])
     monkeypatch.setenv("PYTHONPATH", str(installed))
-    venv.create(environment := tmp_path / "env", symlinks=True)
-    shared = f"import site; site.addsitedir({sysconfig.get_path('purelib')!r})\n"
-    next(environment.glob("lib/python*/site-packages")).joinpath("shared.pth").write_text(shared)
-    request = replace(REQUEST, environment=str(environment))
     folder = run_folder(tmp_path, plan("two", tmp_path.parent / "data"))
-    script.rewrite(attempts.Run(folder), SITE, request)
     text = (folder / "job.sbatch").read_text()
     export = f"#SBATCH --export=NONE\nexport PYTHONPATH={installed}\nset -"
     (folder / "job.sbatch").write_text(text.replace("set -", export, 1))
-    job = jobs.submit(folder, SITE, request, ["--hold"])
+    job = jobs.submit(folder, SITE, REQUEST, ["--hold"])
     (installed / "trilane/__init__.py").write_text(
         "raise ImportError('the installed code has changed')\n"
     )
@@ -303,17 +296,10 @@ def test_without_the_controller_nothing_is_shown_submitted_or_cancelled(
     try:
         os.kill(controller, signal.SIGSTOP)
         begin = time.monotonic()
-        said = {
-            ("status", str(waits)): "",
-            ("cancel", str(waits)): "nothing was cancelled",
-            tuple(new[1:]): "nothing was",
-        }
-        for command, claim in said.items():
+        for command in (["status", str(waits)], ["cancel", str(waits)], new[1:]):
             assert main(["slurm", *command]) == 75
             out, line = capsys.readouterr()
-            assert (
-                not out and line.count("\n") == 1 and "nothing within 3 s" in line and claim in line
-            )
+            assert not out and line.count("\n") == 1 and line.endswith("nothing was changed\n")
         assert main(["slurm", "watch", str(waits), "--every", "1", "--seconds", "0.1"]) == 75
         assert time.monotonic() - begin < 25
     finally:
@@ -335,28 +321,13 @@ shift; IN_BOX=1 exec "$@"
 def test_one_task_for_each_process_trains_saves_at_the_signal_and_is_found_by_its_name(
     cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two nodes of two tasks, in a container, at a site with variables, setup lines and labels of
-    its own.
-    """
+    """Two nodes of two tasks, in a container."""
     (tmp_path / "image.sif").touch()
     (tmp_path / "apptainer").write_text(BOX)
     (tmp_path / "apptainer").chmod(0o755)
-    setup = (
-        '[[ $FROM_SITE == "it\'s mine" ]]',
-        "export FROM_SETUP=1  # for the tasks",
-        f"PATH={tmp_path}:$PATH",
-    )
-    more = {
-        "env": {"FROM_SITE": "it's mine"},
-        "setup": setup,
-        "srun": ("--label",),
-        "sbatch": {"nice": "5", "mem": "0"},
-    }
     box = {"container": "apptainer", "container_image": str(tmp_path / "image.sif")}
-    own, request = (
-        replace(SITE, **more, **box),
-        replace(REQUEST, launcher="srun"),
-    )
+    own = replace(SITE, setup=(f"PATH={tmp_path}:$PATH",), **box)
+    request = replace(REQUEST, launcher="srun")
     pace(monkeypatch)
     folder = tmp_path / "own"
     folder.mkdir()
@@ -407,14 +378,10 @@ def test_of_a_sweep_one_run_fails_and_is_submitted_again_alone(
     paths = [folder / f"runs/{p.label}" for p in plans]
     after = [e["after"] for path in paths for e in ledger.events(path, "submitted")]
     assert after == ["", f"afterany:{made[str(paths[0])][0]}"]
-    assert {path.name for path in (folder / "runs").iterdir()} == {p.label for p in plans} | {
-        "code"
-    }
     found = [ended(path) for path in paths]
     assert [j.status for j in found] == ["completed", "crashed"], says(paths[1])
     assert [[j.id] for j in found] == [made[str(path)] for path in paths]
     corpus.write_text("to be or not to be, that is the question\n" * 40)
-    for options, wanted in (("--failed", paths[1:]), ("--failed", [])):
-        assert main([*submit, options]) == 0
-        assert list(json.loads(capsys.readouterr().out)["submitted"]) == list(map(str, wanted))
-        assert ended(paths[1]).status == "completed", says(paths[1])
+    assert main([*submit, "--failed"]) == 0
+    assert list(json.loads(capsys.readouterr().out)["submitted"]) == [str(paths[1])]
+    assert ended(paths[1]).status == "completed", says(paths[1])

@@ -50,7 +50,7 @@ class Rehearsal:
         )
         request = replace(REQUEST, spares=SPARES, preflight=True)
         (self.folder,) = chain.create(chained, p, [], SITE, request)
-        self.cluster, self.begin = cluster, time.monotonic()
+        self.cluster = cluster
         self._put_stand_ins(chained / "bin")
 
     def _put_stand_ins(self, programs: Path) -> None:
@@ -85,14 +85,11 @@ class Rehearsal:
         self.wait(lambda: run.iteration(self.folder) >= iteration, f"iteration {iteration}")
 
     def wait(self, true: Callable[[], bool], what: str) -> None:
-        """Wait, and print how long all took; where it takes too long, show what the job has
-        printed.
-        """
+        """Wait; where it takes too long, show what the job has printed."""
         try:
             wait_until(true, PATIENCE_S, what)
         except AssertionError as error:
             raise AssertionError(f"{error}: {one(self.folder)} {says(self.folder)}") from None
-        print(f"{time.monotonic() - self.begin:6.1f} s: {what}", flush=True)
 
     def kill(self, *places: int) -> list[str]:
         """Kill the nodes at these places of those that train; their names."""
@@ -144,10 +141,7 @@ def test_52_nodes_lose_four_and_the_controller_and_no_iteration(
         e["restarts"] for e in ledger.events(r.folder, "started")
     } == {0}
     assert answered_in_5_s(r.folder) == 0
-    controller = int(
-        (Path(cluster.env["LOCAL_SLURM_DIR"]) / "run/slurmctld.pid").read_text().split()[0]
-    )
-    os.kill(controller, signal.SIGKILL)
+    os.kill(cluster.controller(), signal.SIGKILL)
     assert answered_in_5_s(r.folder) == 75
     r.lead_to(17)
     cluster.start()  # the dead nodes come back, too
@@ -194,13 +188,6 @@ def test_52_nodes_lose_four_and_the_controller_and_no_iteration(
     assert [sorted(e["nodes"]) for e in ledger.events(r.folder, "node failure")] == [
         sorted(nodes) for nodes in lost
     ]
-    assert [sorted(e["nodes"]) for e in ledger.events(r.folder, "replaced")] == [
-        sorted(nodes) for nodes in dead[:2]
-    ]
-    assert [len(set(e["chosen"])) for e in ledger.events(r.folder, "nodes")] == [TRAIN] * 5
-    # the first job was cancelled in its last start
-    statuses = [e["status"] for e in ledger.events(r.folder, "ended")]
-    assert statuses == ["crashed", "crashed", "node failure", "completed"]
     assert "completed" in lines[-1], lines
 
 
@@ -209,6 +196,5 @@ def answered_in_5_s(folder: Path) -> int:
     begin = time.monotonic()
     code = main(["slurm", "status", str(folder)])
     seconds = time.monotonic() - begin
-    print(f"status of {TRAIN + SPARES} nodes: {seconds:.2f} s")
     assert seconds < 5
     return code
