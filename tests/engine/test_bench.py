@@ -1,8 +1,6 @@
 """This machine, measured, is a cluster like any other."""
 
 import os
-import re
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
@@ -62,36 +60,23 @@ from trilane_engine.bench import storage
 storage.BLOCKS = 2
 rates, how = storage.measure(world, Path(FOLDER), 1)
 print(sorted(rates), min(rates.values()) > 0, "8 MB each, fsync" in how)
-for folder in (Path(FOLDER) / "none", Path(SMALL)):
-    try:
-        storage.measure(world, folder, 1)
-    except OSError as error:
-        print(error)
+try:
+    storage.measure(world, Path(FOLDER) / "none", 1)
+except OSError as error:
+    print(error.strerror)
 """
 
 
 def test_storage_is_measured_as_it_is_saved_and_nothing_stays(
     ask: Callable, tmp_path: Path
 ) -> None:
-    """Also where the folder is missing, and where the disk is full: OSError on all ranks."""
-    folder = tmp_path / "folder"
-    small = tmp_path / "small"
-    folder.mkdir()
-    small.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=6m", "none", str(small)]
-    if os.geteuid() or subprocess.run(mount).returncode:
-        pytest.skip("a small disk can be mounted by root alone")
-    try:
-        code = f"FOLDER, SMALL = {str(folder)!r}, {str(small)!r}\n{STORAGE}"
-        lines = ask(small_plan(tmp_path, dp=2), code).splitlines()
-        rates, none, full = lines[:3]
-        assert lines[3:] == lines[:3]
-        assert rates == "['storage_nodes', 'write_bytes_per_s'] True True"
-        assert "No such file or directory" in none
-        assert re.fullmatch("rank [01]: No space left on device", full)
-        assert not [*folder.iterdir(), *small.iterdir()]
-    finally:
-        subprocess.run(["umount", str(small)], check=True)
+    """Also where the folder is missing: OSError on all ranks."""
+    (tmp_path / "folder").mkdir()
+    code = f"FOLDER = {str(tmp_path / 'folder')!r}\n{STORAGE}"
+    lines = ask(small_plan(tmp_path, dp=2), code).splitlines()
+    rates = "['storage_nodes', 'write_bytes_per_s'] True True"
+    assert lines == 2 * [rates, "No such file or directory"]
+    assert not [*(tmp_path / "folder").iterdir()]
 
 
 @pytest.mark.parametrize(

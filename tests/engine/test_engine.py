@@ -13,33 +13,6 @@ from trilane.config.model import ModelShape
 from trilane.config.training import Part
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # what torch says while it is imported
-PARTS = [
-    ("embedding.word_embeddings.weight", (16, 264)),
-    ("decoder.layers.3.mlp.linear_fc2.weight", (64, 66)),
-    ("a.mlp.linear_fc1.weight", (64, 66)),
-]
-
-
-@pytest.mark.parametrize(("name", "local"), PARTS)
-def test_a_part_of_a_matrix_is_drawn_alone_as_it_stands_in_the_whole(
-    name: str, local: tuple[int, int], data: Path
-) -> None:
-    """By rows for the embedding, by columns for the second matrix of the MLP, by rows of gate and
-    up for a gated one; and of each the numbers that a replica has under ZeRO-3, from an odd one to
-    an odd one.
-    """
-    import torch
-
-    from trilane_engine.model.parameters import initial_range, initial_tensor, split_dim
-
-    gated = "fc1" in name
-    plan = small_plan(data, shape=replace(SHAPE, activation="swiglu", ffn_hidden_size=128))
-    parts = [initial_range(name, local, rank, 4, plan, 0, local[0] * local[1]) for rank in range(4)]
-    pieces = [part.view((2, 32, 66) if gated else local) for part in parts]
-    whole = initial_tensor(name, (2, 128, 66) if gated else (64, 264), plan)
-    assert torch.equal(torch.cat(pieces, split_dim(name, gated)), whole)
-    for first, end in ((0, 1), (65, 131), (1001, len(parts[3]))):
-        assert torch.equal(initial_range(name, local, 3, 4, plan, first, end), parts[3][first:end])
 
 
 def test_initial_values_are_normal_and_differ_by_name_and_not_by_call(data: Path) -> None:

@@ -124,20 +124,16 @@ def test_what_cannot_be_exported_is_one_line(tmp_path: Path, capsys: pytest.Capt
 
     run = tmp_path / name_of(5)
     checkpoint(LLAMA, run)
-    for name in ("broken", "lacking", "own"):
+    for name in ("broken", "own"):
         shutil.copytree(run, tmp_path / name / run.name)
     next((tmp_path / "broken").rglob("rank_*.safetensors")).write_bytes(b"")
     manifest = read_manifest(run)
     identity = {**manifest["identity"], "layer": "mine.py:Own (12)"}
     write_manifest(tmp_path / "own" / run.name, {**manifest, "identity": identity})
-    del manifest["tensors"]["decoder.final_layernorm.weight"]
-    write_manifest(tmp_path / "lacking" / run.name, manifest)
     for source, out, rule in [
         ("own", "new", "layer=mine.py:Own (12): transformers has no class"),
-        ("nothing", "new", "holds no complete checkpoint"),
         (run.name, "broken", f"out={tmp_path / 'broken'}: exists"),
         ("broken", "new", "bytes, "),
-        ("lacking", "new", "norm.weight: iter_0000005 has no such tensor"),
     ]:
         assert main([str(tmp_path / source), str(tmp_path / out), ""]) == 2
         error = capsys.readouterr().err

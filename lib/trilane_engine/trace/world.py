@@ -84,14 +84,13 @@ def dropout(x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = Fa
 
 
 def attention(plain: Callable[..., Tensor], has_flash: bool) -> Callable[..., Tensor]:
-    """scaled_dot_product_attention as torch chooses its kernel on the card; `plain` where both
-    kernels are off.
+    """scaled_dot_product_attention as torch chooses its kernel on the card; `plain` where neither
+    fits.
     """
 
     def attend(
         q: Any, k: Any, v: Any, attn_mask: Any = None, dropout_p: float = 0.0, **options: Any
     ) -> Tensor:
-        backends = torch.backends.cuda
         causal = options.get("is_causal", False)
         # of a part of a sequence (context.causal_mask() on a CPU): CUDA's kernels have it as
         # `causal`
@@ -99,9 +98,9 @@ def attention(plain: Callable[..., Tensor], has_flash: bool) -> Callable[..., Te
             attn_mask = None
             causal = True
         fits = q.dtype != torch.float32 and q.shape[-1] % 8 == 0 and q.shape[-1] <= 256
-        if has_flash and fits and attn_mask is None and backends.flash_sdp_enabled():
+        if has_flash and fits and attn_mask is None:
             return aten._scaled_dot_product_flash_attention(q, k, v, dropout_p, causal)[0]
-        if q.shape[1] == k.shape[1] and backends.mem_efficient_sdp_enabled():
+        if q.shape[1] == k.shape[1]:
             keeps = torch.is_grad_enabled()
             return aten._scaled_dot_product_efficient_attention(
                 q, k, v, attn_mask, keeps, dropout_p, causal
