@@ -72,10 +72,8 @@ def _shapes(size: float, **asked):
     ("size", "layers", "hidden", "heads", "ffn"),
     [(8.03e9, 32, 4096, 32, 14336), (70.55e9, 80, 8192, 64, 28672)],
 )
-def test_llama_3_is_among_the_shapes_like_llama_of_its_size(
-    size, layers, hidden, heads, ffn, tmp_path
-):
-    """arXiv:2407.21783, table 3; and the kind of a config.json is the same kind."""
+def test_llama_3_is_among_the_shapes_like_llama_of_its_size(size, layers, hidden, heads, ffn):
+    """arXiv:2407.21783, table 3."""
     llama = {
         "num_layers": layers,
         "hidden_size": hidden,
@@ -96,13 +94,7 @@ def test_llama_3_is_among_the_shapes_like_llama_of_its_size(
     }
     found = _shapes(size, like="llama")
     assert ModelShape(**llama) in found
-    (tmp_path / "shape.json").write_text(json.dumps(llama))
-    assert _shapes(size, like=str(tmp_path / "shape.json")) == found
     assert all(abs(shape.parameters / size - 1) <= 0.03 and shape.ffn % 128 == 0 for shape in found)
-    (tmp_path / "shape.json").write_text(
-        json.dumps(vars(parse_shape("24,2048,16,4096,50304")))
-    )  # no width of its own
-    assert _shapes(size, like=str(tmp_path / "shape.json")) == _shapes(size, like="gpt2")
 
 
 def test_a_shape_that_may_run_out_of_memory_is_marked_and_comes_after_the_safe_ones():
@@ -140,7 +132,4 @@ def test_of_this_machines_shapes_the_largest_in_time_is_chosen_else_the_fastest(
         found.best.plan.shape.parameters == max(able)
         if able
         else found.best.prediction.sec_per_it == min(times)
-    )
-    assert found.summary().startswith(
-        "The fastest shape; none is under" if fastest else "The largest shape under"
     )

@@ -9,9 +9,10 @@ from trilane.config.parallelism import invalid_reason
 from trilane.config.plan import Plan, plan_from_json, read_plan
 from trilane.config.training import Run
 from trilane.costmodel.calibration import Calibration
-from trilane.costmodel.predict import IMPOSSIBLE, RISKY, SAFE, Prediction, predict
+from trilane.costmodel.predict import IMPOSSIBLE, Prediction, predict
 from trilane.costmodel.shipped import constants_of
 from trilane.planning.search_result import Candidate
+from trilane.utils.numbers import with_bounds
 from trilane.utils.tables import Record, Text
 from trilane.utils.validation import require
 from trilane.workspace.study import Study
@@ -51,40 +52,20 @@ class Explanation(Record):
         time = ", ".join(f"{name} {share:.0%}" for name, share in list(self.shares.items())[:3])
         sent = (p.time.tensor_parallel + p.time.pipeline_p2p + p.time.data_parallel) / p.time.total
         number, part, share = self.fullest
-        count = len(p.stages)
-        if count > 1:
-            where = f"stage {number} of {count} decides"
-        else:
-            where = "one GPU"
         need = p.memory_bytes / 2**30
         card = self.plan.cluster.gpu.memory_bytes / 2**30
-        seconds = f"{p.sec_lo:.4g} to {p.sec_hi:.4g} s (within {p.sec_hi / p.sec_per_it - 1:.0%})"
-        risk = f"{self.fits} memory (P(OOM) {p.oom_probability:.2f})"
-        rests = p.support.words
-        others = ", ".join(f"{row} ({distance:.1f})" for row, distance in p.support.nearest[1:])
-        if others:
-            rests += f"; then {others}"
-        reason = untrainable_reason(self.plan.topology)
-        sentences = [f"Predicted only: {reason}."] if reason else []
-        return [
-            *sentences,
+        seconds = with_bounds(p.sec_per_it, p.sec_lo, p.sec_hi)
+        sentences = [
             f"Time: {time} of an iteration; all communication takes {sent:.0%}.",
-            f"Memory: {where}, {need:.1f} of {card:.1f} GiB, most of it {part} ({share:.0%}).",
-            f"How sure: 9 of 10 such runs take {seconds}; it {risk}.",
-            f"Support: {rests}.",
+            f"Memory: {need:.1f} of {card:.1f} GiB on stage {number} of {len(p.stages)}, most of it"
+            f" {part} ({share:.0%}).",
+            f"How sure: 9 of 10 such runs take {seconds} s; P(OOM) {p.oom_probability:.2f}.",
+            f"Support: {p.support.words}.",
         ]
-
-    @property
-    def fits(self) -> str:
-        """How probable it is that the memory suffices, in words."""
-        probability = self.prediction.oom_probability
-        if probability <= SAFE:
-            return "almost certainly fits"
-        if probability <= RISKY:
-            return "very probably fits"
-        if probability <= IMPOSSIBLE:
-            return "may run out of"
-        return "probably runs out of"
+        reason = untrainable_reason(self.plan.topology)
+        if reason:
+            sentences.insert(0, f"Predicted only: {reason}.")
+        return sentences
 
     def summary(self) -> Text:
         return Text.joined("\n", [Text.of("- {}", line) for line in self.sentences])
@@ -93,16 +74,8 @@ class Explanation(Record):
         return self.summary()
 
     def to_json(self) -> dict[str, Any]:
-        """Shares, the fullest stage, the nearest measured runs, and the sentences."""
-        number, part, share = self.fullest
-        support = self.prediction.support
-        return {
-            "shares": self.shares,
-            "memory": {"stage": number, "part": part, "share": share},
-            "predicted_only": untrainable_reason(self.plan.topology),
-            "measured": {"nearest": support.nearest, "differs": support.differs},
-            "sentences": self.sentences,
-        }
+        """Shares of an iteration, and the sentences."""
+        return {"shares": self.shares, "sentences": self.sentences}
 
 
 def explain(plan: Plan | Path | str, calibration: Calibration | str | None = None) -> Explanation:

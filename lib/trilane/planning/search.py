@@ -32,7 +32,6 @@ from trilane.planning.space import (
     block_columns,
     space_for,
     topology_of,
-    word,
 )
 from trilane.utils.progress import progress
 from trilane.utils.validation import require_integer
@@ -240,48 +239,21 @@ class _Search:
             find_cure=self.cure,
         )
 
-    def tries(self) -> Iterator[tuple[tuple[str, ...], dict[str, Any]]]:
-        """Changes of the space, the smallest first, and the names of what they change: a pin less,
-        no pin, a batch that divides, another engine, more GPUs.
-        """
-        pins = dict(self.space.pins)
-        gpus = self.space.gpus[0]
-        for pin in pins:
-            others = {**pins}
-            del others[pin]
-            yield (pin,), {"pins": others}
-        yield tuple(pins), {"pins": {}}
-        yield ("gbs",), {"gbs": (max(1, round(self.space.gbs[-1] / gpus)) * gpus,)}
-        for engine in ENGINES:
-            if engine != self.space.engine:
-                yield ("engine",), {"engine": engine}
-        free = {name: pins[name] for name in pins if name not in SIZES}
-        count = 1 << gpus.bit_length() - 1  # the power of two below
-        names = ("gpus", *(name for name in SIZES if name in pins))
-        yield names, {"gpus": (count,), "pins": free}
-        while 2 * gpus <= self.cluster.max_gpus:
-            gpus *= 2
-            yield names, {"gpus": (gpus,), "pins": free}
-
     def cure(self) -> str:
-        """A change, as options, that lets some topology run without risk; "" where none is near."""
-        first = {"gpus": self.space.gpus[:1], "gbs": self.space.gbs[-1:]}
-        for names, change in self.tries():
-            with contextlib.suppress(ValueError):  # no such space
-                space = dataclasses.replace(self.space, **{**first, **change})
-                result = search_space(self.shape, self.cluster, space, self.calibration, top=1)
-                if result.candidates:
-                    return self.options(result.candidates[0], names)
+        """The fewest GPUs, from those asked for by doubling, on which some topology runs without
+        risk and without pins, with its batch, as options; "" where there are none.
+        """
+        gpus = self.space.gpus[0]
+        while gpus <= self.cluster.max_gpus:
+            asked = self.space.gbs[-1]
+            for gbs in (asked, max(1, round(asked / gpus)) * gpus):
+                with contextlib.suppress(ValueError):  # no such space
+                    space = dataclasses.replace(self.space, gpus=(gpus,), gbs=(gbs,), pins={})
+                    result = search_space(self.shape, self.cluster, space, self.calibration, top=1)
+                    if result.candidates:
+                        return f"--gpus {gpus} --gbs {gbs} and no pins"
+            gpus *= 2
         return ""
-
-    def options(self, c: Candidate, names: Sequence[str]) -> str:
-        """What a plan has that the pins do not allow, as options."""
-        values = {**vars(c.topology), "engine": c.plan.engine, "gpus": c.topology.gpus}
-        options = []
-        for name in names:
-            if values[name] not in self.space.pins.get(name, ()):
-                options.append(f"--{name.replace('_', '-')} {word(values[name])}")
-        return " ".join(options)
 
     def pareto(self) -> list[Candidate]:
         seconds = np.array([row.seconds for row in self.front])

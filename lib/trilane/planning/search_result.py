@@ -10,7 +10,7 @@ from typing import Any
 from trilane.config.engines import untrainable_reason
 from trilane.config.parallelism import Topology
 from trilane.config.plan import Plan
-from trilane.costmodel.predict import RISKY, SAFE, Prediction
+from trilane.costmodel.predict import RISKY, Prediction
 from trilane.planning.space import ParallelSizes, Space
 from trilane.utils import tables
 from trilane.utils.numbers import chance, with_bounds
@@ -127,7 +127,7 @@ class SearchResult(Table):
     candidates   may run out of memory in one run of ten at most; `risky` ones more often: listed
                  apart, best first too
     front        makes `pareto`, each of whose plans takes a full prediction
-    find_cure    tries what would let a topology run, as options
+    find_cure    looks for GPUs and a batch on which a topology runs, as options
     """
 
     shown = Candidates.shown
@@ -208,8 +208,6 @@ class SearchResult(Table):
             chance(p.oom_probability),
             self.space.held_fixed,
         )
-        if p.oom_probability > SAFE:
-            text = Text.of("{} `08_decision` recommends none above {}.", text, chance(SAFE))
         if self.predicted_only:
             text = Text.of("{} Predicted only: {}.", text, self.predicted_only)
         return text
@@ -238,14 +236,11 @@ class SearchResult(Table):
         """All plans as JSON, those that may run out of memory apart, and how many are refused; of
         `keep` plans, which 02_topology hands on, those that differ in tp, pp or dp.
         """
+        plans = self.candidates
+        risky = self.risky
         if keep:
             plans = self.best_per_sizes(keep).rows
-        else:
-            plans = self.candidates
-        if keep:
             risky = self.best_per_sizes(RISKY_KEPT, risky=True).rows
-        else:
-            risky = self.risky
         values: dict[str, Any] = {
             "evaluated": self.evaluated,
             "refused": self.refused_by_rule,

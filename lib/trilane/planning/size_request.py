@@ -4,8 +4,7 @@ follow from it.
 
 import dataclasses
 import math
-from dataclasses import dataclass, field
-from functools import cached_property
+from dataclasses import dataclass
 from typing import Any
 
 from trilane.config.cluster import Cluster
@@ -13,10 +12,9 @@ from trilane.config.engines import ENGINES
 from trilane.config.model import ModelShape, padded_vocab_size
 from trilane.config.options import check, option
 from trilane.config.parallelism import LARGEST
-from trilane.config.shapes import read_shape
 from trilane.costmodel.shipped import calibration_for
 from trilane.utils.tables import Record
-from trilane.utils.validation import parse_count, require, require_known, require_positive
+from trilane.utils.validation import parse_count, require, require_positive
 
 ANY = "any"  # engine
 # NVIDIA, 'Matrix multiplication background', tile quantization; the prequel: nhidden % 128 = 0
@@ -33,80 +31,40 @@ SMALL_RATIOS = (48.0, 160.0)
 MOST_WIDTHS = 10
 # Llama 3 (arXiv:2407.21783, table 3): 8 key-value heads, an MLP of 3.5 h at 8B and 70B; its
 # predecessors without shared heads had 8/3 h (arXiv:2302.13971, section 2.2)
-LLAMA = {
-    "activation": "swiglu",
-    "normalization": "rmsnorm",
-    "positions": "rotary",
-    "biases": "none",
-    "tied_embeddings": False,
+KINDS: dict[str, dict[str, Any]] = {
+    "gpt2": {},
+    "bloom": {"positions": "alibi", "embedding_layernorm": True},
+    "llama": {
+        "activation": "swiglu",
+        "normalization": "rmsnorm",
+        "positions": "rotary",
+        "biases": "none",
+        "tied_embeddings": False,
+    },
 }
 
 
-@dataclass(frozen=True, kw_only=True)
-class Kind:
-    """What proposed shapes have in common: fields of a ModelShape, shared heads, and the width of
-    the MLP.
-
-    kv_heads     heads of keys and values, where they can be shared by groups of equal size; 0: one
-                 for each head
-    ffn          channels of the MLP over the hidden size, rounded up to whole tiles; 0:
-                 ModelShape's own rule
-    ffn_alone    the same where no heads can be shared
-    """
-
-    fields: dict[str, Any] = field(default_factory=dict)
-    kv_heads: int = 0
-    ffn: float = 0.0
-    ffn_alone: float = 0.0
-
-    def shape(self, hidden: int, heads: int, **sizes: int) -> ModelShape:
-        """One layer of this kind; `sizes` are seq_length and vocab_size."""
-        shared = None
-        if self.kv_heads and heads > self.kv_heads and heads % self.kv_heads == 0:
-            shared = self.kv_heads
-        if self.kv_heads and shared is None:
-            ratio = self.ffn_alone
-        else:
-            ratio = self.ffn
-        ffn = None
-        if ratio:
-            # large ones are cut by up to 8 GPUs
-            if ratio * hidden >= 64 * TILE:
-                step = 8 * TILE
-            else:
-                step = 2 * TILE
-            ffn = max(math.ceil(ratio * hidden / step) * step, hidden)
-        given = {"num_key_value_heads": shared, "ffn_hidden_size": ffn, **self.fields, **sizes}
-        return ModelShape(num_layers=1, hidden_size=hidden, num_attention_heads=heads, **given)
-
-
-KINDS = {
-    "gpt2": Kind(),
-    "bloom": Kind(fields={"positions": "alibi", "embedding_layernorm": True}),
-    "llama": Kind(fields=LLAMA, kv_heads=8, ffn=3.5, ffn_alone=8 / 3),
-}
-
-
-def kind_of(like: str, seq_length: int) -> Kind:
-    """The kind of that name, or that of the model in a JSON file (a shape, or a config.json), its
-    ratios kept.
-    """
-    if not like.endswith(".json"):
-        require_known("like", like, KINDS)
-        return KINDS[like]
-    shape = read_shape(like, seq_length=seq_length).shape
-    fields = {name: getattr(shape, name) for name in (*LLAMA, "embedding_layernorm")}
-    has_width = shape.ffn_hidden_size or shape.is_gated
-    ratio = shape.ffn / shape.hidden_size if has_width else 0.0
-    return Kind(fields=fields, kv_heads=shape.num_key_value_heads or 0, ffn=ratio, ffn_alone=ratio)
+def one_layer(like: str, hidden: int, heads: int, **sizes: int) -> ModelShape:
+    """One layer of a kind of model; `sizes` are seq_length and vocab_size."""
+    kind = dict(KINDS[like])
+    if like == "llama":
+        is_shared = heads > 8 and heads % 8 == 0
+        width = (3.5 if is_shared else 8 / 3) * hidden
+        # whole tiles; large ones are cut by up to 8 GPUs
+        step = (8 if width >= 64 * TILE else 2) * TILE
+        kind["ffn_hidden_size"] = math.ceil(width / step) * step
+        if is_shared:
+            kind["num_key_value_heads"] = 8
+    kind |= sizes
+    return ModelShape(num_layers=1, hidden_size=hidden, num_attention_heads=heads, **kind)
 
 
 @dataclass(frozen=True, kw_only=True)
 class SizeRequest(Record):
     """What is asked: a number of parameters, the machine, and how much is to be trained with what.
 
-    `like` is gpt2, bloom or llama, or the JSON file of a model whose kind is wanted. `choices` pins
-    what each shape's search would vary, or sets what it holds fixed (see planning.search.search).
+    `choices` pins what each shape's search would vary, or sets what it holds fixed (see
+    planning.search.search).
     `tokens` is a number, or a text such as "300B" or "20x", so many for each parameter.
     """
 
@@ -130,9 +88,7 @@ class SizeRequest(Record):
     tolerance: float = option(
         0.03, "allowed distance from the target, as a share of it", above=0, below=0.5
     )
-    like: str = option(
-        "gpt2", "gpt2, bloom, llama, or a JSON file with a model: config.json", metavar="KIND"
-    )
+    like: str = option("gpt2", "the kind of model", choices=tuple(KINDS))
     choices: dict[str, Any] = option(dict, cli=False)
 
     def __post_init__(self) -> None:
@@ -169,13 +125,6 @@ class SizeRequest(Record):
         return self.tokens
 
     @property
-    def tokens_text(self) -> str:
-        """The tokens in words."""
-        if isinstance(self.tokens, str):
-            return f"{self.tokens[:-1]} a parameter"
-        return f"{self.tokens / 1e9:g} B"
-
-    @property
     def vocab_size(self) -> int:
         """Rows of the embedding: the vocabulary padded to a multiple of 128, which every tp up to
         128 divides.
@@ -188,11 +137,6 @@ class SizeRequest(Record):
         del asked["calibration"]
         return {**asked, "cluster": self.cluster.name, "vocab_size": self.vocab_size}
 
-    @cached_property
-    def kind(self) -> Kind:
-        """What all shapes have in common."""
-        return kind_of(self.like, self.seq_length)
-
     def layer(self, hidden: int) -> ModelShape | None:
         """One layer of that width, its heads nearest to a head size of 128; None where no number of
         heads fits.
@@ -201,8 +145,8 @@ class SizeRequest(Record):
         heads = usable_heads(hidden, node) or usable_heads(hidden, 1)
         if not heads:
             return None
-        vocab_size = self.vocab_size
-        return self.kind.shape(hidden, heads[0], vocab_size=vocab_size, seq_length=self.seq_length)
+        sizes = {"vocab_size": self.vocab_size, "seq_length": self.seq_length}
+        return one_layer(self.like, hidden, heads[0], **sizes)
 
     def widths(self) -> list[int]:
         """Hidden sizes between the published ratios, at most ten: multiples of 64, 128, 256, 512,

@@ -25,7 +25,7 @@ from trilane.planning.search_result import (
 )
 from trilane.planning.size_request import TILE, SizeRequest, usable_heads
 from trilane.utils.numbers import amount, size_text, with_bounds, with_interval
-from trilane.utils.tables import Columns, DataFrame, Table, Text, displayed
+from trilane.utils.tables import DataFrame, Table, Text, displayed
 from trilane.utils.validation import require, require_known, to_mapping
 from trilane.workspace.study import load_cluster
 
@@ -45,22 +45,11 @@ class Proposal(Candidate):
         return self.plan.shape
 
     @property
-    def size(self) -> str:
-        """Layers and width, as a table has them."""
-        return f"{self.shape.num_layers} × {self.shape.hidden_size}"
-
-    @property
-    def ratio(self) -> float:
-        return self.shape.hidden_size / self.shape.num_layers
-
-    @property
-    def tflops(self) -> tuple[float, float, float]:
-        """TFLOP/s a GPU (Narayanan's formula), with their 90 % interval."""
+    def tflops(self) -> float:
+        """TFLOP/s a GPU (Narayanan's formula)."""
         t = self.topology
-        p = self.prediction
         flops = self.shape.flops_per_iteration(t.gbs, t.recompute == "full")
-        rates = [flops / s / (t.gpus * 1e12) for s in (p.sec_per_it, p.sec_hi, p.sec_lo)]
-        return rates[0], rates[1], rates[2]
+        return flops / self.prediction.sec_per_it / (t.gpus * 1e12)
 
     @property
     def days(self) -> float:
@@ -83,48 +72,18 @@ class Proposal(Candidate):
 
     def columns(self, best: "Proposal") -> dict[str, Any]:
         """As a row of a frame."""
-        tflops, low, high = self.tflops
+        _, low, high = self.days_interval
         return {
             **plan_columns(self.plan, self.prediction),
-            "tflops": tflops,
-            "tflops_lo": low,
-            "tflops_hi": high,
-            "hidden_per_layer": self.ratio,
+            "tflops": self.tflops,
+            "hidden_per_layer": self.shape.hidden_size / self.shape.num_layers,
             "tokens": self.tokens,
             "days": self.days,
+            "days_lo": low,
+            "days_hi": high,
             "gpu_hours": self.gpu_hours,
             "cost_over_best": self.cost / best.cost - 1,
-        }
-
-    def to_json(self, best: "Proposal") -> dict[str, Any]:  # type: ignore[override]
-        """One candidate. `cost_beside_best` is `cost` over that of `best`: 1.05 costs 5 % more."""
-        p = self.prediction
-        s = self.shape
-        tflops, low, high = self.tflops
-        return {
-            "layers": s.num_layers,
-            "hidden": s.hidden_size,
-            "heads": s.num_attention_heads,
-            "params": s.parameters,
-            "ratio": round(self.ratio, 1),
-            "kv_heads": s.kv_heads,
-            "ffn": s.ffn,
-            "kind": s.kind,
-            "head_dim": s.head_dim,
-            "shape": to_mapping(s),
-            "topology": to_mapping(self.topology),
-            "id": self.plan.id,
-            "label": self.plan.label,
-            "sec_interval": [p.sec_lo, p.sec_hi],
-            "sec_per_it": p.sec_per_it,
-            "memory_bytes": p.memory_bytes,
-            "oom_probability": p.oom_probability,
-            "tflops": tflops,
-            "tflops_interval": [low, high],
-            "days": self.days,
-            "gpu_hours": self.gpu_hours,
-            "cost_beside_best": self.cost / best.cost,
-            "notes": list(self.notes),
+            "notes": "; ".join(self.notes),
         }
 
 
@@ -141,9 +100,10 @@ class Proposals(Table):
     refuses.
     """
 
+    most = SHOWN
     shown = (
         "num_layers hidden_size num_attention_heads kv_heads ffn parameters hidden_per_layer label "
-        "sec_per_it tflops memory_gib days days_lo days_hi cost_over_best"
+        "sec_per_it tflops memory_gib days days_lo days_hi cost_over_best notes"
     )
     request: SizeRequest
     rows: tuple[Proposal, ...]
@@ -188,29 +148,13 @@ class Proposals(Table):
         )
 
     def to_frame(self) -> DataFrame:
-        """A row a shape, the best first: the columns of a search, then tflops a GPU with its
-        interval, tokens, days, gpu_hours, and cost_over_best, by how much a parameter and token
-        costs more than the best shape's.
+        """A row a shape, the best first: the columns of a search, tflops a GPU, tokens, days with
+        their interval, gpu_hours, cost_over_best, by how much a parameter and token costs more than
+        the best shape's, and in notes the rules that the shape breaks.
         """
         import pandas as pd
 
         return pd.DataFrame([p.columns(self.best) for p in self.rows])
-
-    def view(self, most: int = SHOWN) -> DataFrame:
-        """The first shapes, with the 90 % interval of their days."""
-        frame = self.to_frame().head(most)
-        frame["days_lo"] = [p.days_interval[1] for p in self.rows[:most]]
-        frame["days_hi"] = [p.days_interval[2] for p in self.rows[:most]]
-        return displayed(frame, self.shown)
-
-    def broken_rules(self) -> Columns | Text:
-        """The rules that the best twelve break, a row a shape and rule."""
-        rows = []
-        for p in self.rows[:SHOWN]:
-            rows += [(p.size, note) for note in p.notes]
-        if not rows:
-            return Text("None of these shapes breaks a rule.")
-        return Columns.of_rows(("shape", "rule"), rows)
 
     def to_json(self, top: int = SHOWN) -> dict[str, Any]:
         """The request, the first shapes, and what is refused; bytes, seconds, days, GPU-hours."""
@@ -218,7 +162,9 @@ class Proposals(Table):
             "request": self.request.to_json(),
             "runnable": len(self.rows),
             "refused": dict(self.refused),
-            "candidates": [p.to_json(self.best) for p in self.rows[:top]],
+            "candidates": [
+                {**p.columns(self.best), "shape": to_mapping(p.shape)} for p in self.rows[:top]
+            ],
         }
 
     def as_text(self, top: int = SHOWN) -> str:
@@ -227,14 +173,16 @@ class Proposals(Table):
         """
         r = self.request
         asked = f"{size_text(r.parameters)} parameters, {r.vocab_size} rows of embedding"
-        asked += f", {r.gpus} GPUs of {r.cluster.name}, tokens: {r.tokens_text}"
+        asked += (
+            f", {r.gpus} GPUs of {r.cluster.name}, {size_text(r.tokens_of(r.parameters))} tokens"
+        )
         lines = [f"{asked}; days with nothing going wrong:"]
         if not self.rows:
             return "\n".join([*lines, self.why_none()])
-        table = self.view(top)
+        table = displayed(self.to_frame().head(top), self.shown.removesuffix(" notes"))
         lines.append(table.to_string(index=False, float_format=amount))
-        for p in self.rows[:top]:
-            lines += [f"{p.size}: {note}" for note in (p.shape.kind, *p.notes) if note]
+        for number, p in enumerate(self.rows[:top], start=1):
+            lines += [f"{number}. {note}" for note in p.notes]
         return "\n".join([*lines, self.rests])
 
     def why_none(self) -> str:
@@ -378,18 +326,14 @@ class ShapeSurvey(Candidates):
     best: Candidate
 
     def summary(self) -> Text:
-        """The chosen shape in a sentence, and whether it keeps the limit."""
+        """The chosen shape in a sentence."""
         s = self.best.plan.shape
         p = self.best.prediction
-        what = "The fastest shape; none is under"
-        if p.sec_per_it <= self.limit_s:
-            what = "The largest shape under"
         return Text.of(
-            "{} {:g} s an iteration on one process of {}: **{} layers × {}**, {} parameters, "
+            "For {:g} s an iteration on one process of {}: **{} layers × {}**, {} parameters, "
             "in **{} s**.",
-            what,
             self.limit_s,
-            self.best.plan.cluster.name.replace("local", "this machine"),
+            self.best.plan.cluster.name,
             s.num_layers,
             s.hidden_size,
             size_text(s.parameters),

@@ -79,21 +79,17 @@ class Space(Record):
     def held_fixed(self) -> str:
         """What the search does not vary, in words."""
         t = self.fixed
-        words = [f"engine {self.engine}", t.precision, f"attention {t.attention}"]
-        if t.precision != "fp32":
-            is_wide = t.fp32_gradients or self.engine == "megatron"
-            words[1] += f" with gradients summed in {'fp32' if is_wide else t.precision}"
+        held = {"engine": self.engine, "precision": t.precision, "attention": t.attention}
+        for field in fields(Topology):
+            value = getattr(t, field.name)
+            if field.name not in FREE and value != field.default:
+                held[field.name] = value
         for name in FREE:
             values = self.pins.get(name, VARIED.get(name, ()))
             # what a search never varies is named where it is on
-            if len(values) == 1 and (values[0] or values != VARIED.get(name)):
-                words.append(f"{name} {values[0]}")
-        named = {"precision", "fp32_gradients", "attention", *FREE}
-        for field in fields(Topology):
-            value = getattr(t, field.name)
-            if field.name not in named and value != field.default:
-                words.append(f"{field.name} {value}")
-        return ", ".join(words)
+            if len(values) == 1 and (values[0] or name in self.pins):
+                held[name] = values[0]
+        return ", ".join(f"{name} {value}" for name, value in held.items())
 
     def sizes(self) -> Iterator[ParallelSizes]:
         """Every (tp, pp, dp) of one of the GPU counts that the pins allow."""
@@ -228,13 +224,6 @@ def read_choices(**texts: str) -> dict[str, Any]:
         else:
             choices[name] = read_field(Topology, name, text)
     return choices
-
-
-def word(value: Any) -> Any:
-    """A value of a choice as an option takes it."""
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    return value
 
 
 def _only(value: Any, values: tuple[Any, ...]) -> tuple[Any, ...]:

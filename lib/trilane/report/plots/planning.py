@@ -23,7 +23,7 @@ def shapes_and_efficiency(found: Proposals) -> Figure:
     shapes = [proposal.shape for proposal in found.rows]
     hidden = [shape.hidden_size for shape in shapes]
     layers = [shape.num_layers for shape in shapes]
-    tflops = [proposal.tflops[0] for proposal in found.rows]
+    tflops = [proposal.tflops for proposal in found.rows]
     dots = axes.scatter(hidden, layers, c=tflops, cmap="Blues", s=46, edgecolors=INK, lw=0.6)
     ring: Any = {"facecolors": "none", "edgecolors": COLORS[1], "linewidths": 2}
     axes.scatter(hidden[:1], layers[:1], s=120, **ring)
