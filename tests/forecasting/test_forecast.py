@@ -157,20 +157,6 @@ def test_no_more_nodes_stand_by_than_the_jobs_leave_free(whole, spares):
     asked = {"plan": plan, "ramp": f"{plan.topology.gbs},1,0", "runs": 100}
     assumed = {a["what"]: a for a in made(**asked).to_json()["assumptions"]}
     assert assumed["spare_nodes"]["value"] == spares
-    with pytest.raises(
-        ValueError, match=rf"^spare_nodes={spares + 1}: must be at most {spares}, the nodes that"
-    ):
-        made(**asked, spare_nodes=spares + 1)
-
-
-def test_the_gpu_hours_of_all_causes_are_those_of_the_run():
-    """With a long run that is 10 % slower than its benchmark, and interruptions."""
-    found = made(risks=FailureModel(slowdown=1.1))
-    parts = found.gpu_hours_by_cause
-    work = found.record["ideal"]["gpu_hours"]
-    assert work + sum(parts.values()) == pytest.approx(found.outcomes.gpu_s.mean() / HOUR)
-    assert 0.1 < parts["slower than predicted"] / work < 0.11
-    assert parts["node failure"] > 0 and "queue between jobs" not in parts
 
 
 def test_an_evaluation_is_the_forward_pass_of_an_iteration():
@@ -230,23 +216,13 @@ def command(tmp_path, capsys):
             "--ramp 192,8,9765625",
             "ramp=200: every batch size must be a multiple of mbs x dp = 2 x 8",
         ),
-        ("--ramp ²,1,3", "ramp=²,1,3: must be three whole numbers"),
         ("--tokens 1000", "tokens=1000: below one batch of 393216"),
         ("--tokens 1e16", "would end after 9999: more GPUs, or fewer tokens"),
         ("--deadline 2026-12-31", "deadline=2026-12-31: must not be before the start, 2027-01-01"),
         ("--deadline soon", "deadline=soon: must be a date such as 2026-03-11"),
         (
-            "--failures-per-node-year -1",
-            "failures_per_node_year=-1.0: must be at least 0",
-        ),
-        (
-            "--failures-per-node-year 1e4",
-            "failures-per-node-year=10000: such a run would lose ten times",
-        ),
-        ("--spare-nodes 5", "spare_nodes=5: must be at most 4, the nodes that the jobs leave free"),
-        (
             "--checkpoint-minutes 6000",
-            "checkpoint-minutes=6000: such a run would undo most of its work",
+            "undone: such a run would undo most of its work, or lose ten times it",
         ),
         ("--checkpoint-minutes 0", "checkpoint_minutes=0.0: must be a number above zero"),
         ("--runs 1000000000", "runs=1000000000: must be at most 100000"),

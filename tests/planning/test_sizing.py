@@ -2,12 +2,10 @@
 shapes.
 """
 
-import json
 from dataclasses import replace
 
 import pytest
 
-from trilane.cli.app import main
 from trilane.config.cluster import cluster
 from trilane.config.model import ModelShape, parse_shape
 from trilane.config.parallelism import Topology
@@ -102,17 +100,10 @@ def test_a_shape_that_may_run_out_of_memory_is_marked_and_comes_after_the_safe_o
     found = survey(request).rows
     risky = [p.prediction.oom_probability > 0.1 for p in found]
     assert any(risky) and risky == sorted(risky), "the safe ones first"
-    for p, doubted in zip(found, risky, strict=True):
-        warning = f"may run out of memory (P {100 * p.prediction.oom_probability:.0f} %)"
-        assert (warning in p.notes) is doubted
     assert found[risky.index(True)].cost < found[risky.index(True) - 1].cost
 
 
-def test_where_nothing_can_run_the_reason_is_given(capsys):
-    words = "--params 1e12 --vocab 50257 --gpus 8 --cluster jz-a100-80g --gbs 64 --tolerance 0.003 --json"
-    assert main(["plan", "size", *words.split(" ")]) == 1
-    values = json.loads(capsys.readouterr().out)
-    assert values["candidates"] == [] and values["refused"]["memory must fit the card"] > 0
+def test_where_nothing_can_run_the_reason_is_given():
     asked = {"parameters": 1e12, "vocabulary": 50_257, "gpus": 7, "gbs": 64, "tolerance": 0.003}
     with pytest.raises(
         ValueError,
@@ -121,15 +112,12 @@ def test_where_nothing_can_run_the_reason_is_given(capsys):
         propose_shapes(A100, **asked)
 
 
-@pytest.mark.parametrize("fastest", [True, False])
-def test_of_this_machines_shapes_the_largest_in_time_is_chosen_else_the_fastest(fastest):
+def test_of_this_machines_shapes_the_largest_in_time_is_chosen_else_the_fastest():
     asked = {"gbs": 8, "seq_length": 128, "vocabulary": 257, "head_dim": 32}
-    times = [c.prediction.sec_per_it for c in survey_shapes(A100, seconds=1.0, **asked).rows]
-    limit = min(times) / 2 if fastest else sorted(times)[len(times) // 2]
-    found = survey_shapes(A100, seconds=limit, **asked)
-    able = [c.plan.shape.parameters for c, s in zip(found.rows, times, strict=True) if s <= limit]
-    assert (
-        found.best.plan.shape.parameters == max(able)
-        if able
-        else found.best.prediction.sec_per_it == min(times)
-    )
+    rows = survey_shapes(A100, seconds=1.0, **asked).rows
+    seconds = sorted(row.prediction.sec_per_it for row in rows)
+    limit = seconds[len(seconds) // 2]
+    able = [c.plan.shape.parameters for c in rows if c.prediction.sec_per_it <= limit]
+    assert survey_shapes(A100, seconds=limit, **asked).best.plan.shape.parameters == max(able)
+    fastest = survey_shapes(A100, seconds=seconds[0] / 2, **asked).best
+    assert fastest.prediction.sec_per_it == seconds[0]

@@ -2,7 +2,7 @@
 
 import contextlib
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from itertools import islice
 from typing import Any
@@ -13,7 +13,6 @@ from trilane.costmodel.predict import SAFE
 from trilane.forecasting.forecast import Forecast, Json
 from trilane.forecasting.request import ForecastRequest
 from trilane.planning.search import search
-from trilane.utils.numbers import amount
 from trilane.utils.tables import DataFrame, Record, Table
 
 # what a search varies only where it is asked to
@@ -27,7 +26,6 @@ HELD = [
     "offload",
     "overlap_tp",
 ]
-LEAST = 0.001  # of the GPU-hours: a lever that moves less is none
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,18 +46,13 @@ class Case(Record):
         return self.forecast.gpu_hours(0.5)
 
     def difference(self, base: Forecast) -> str:
-        """Its GPU-hours relative to those of a forecast: "12,000 GPU-hours (1.3 %) more"."""
-        hours = self.hours() - base.gpu_hours(0.5)
-        share = abs(100 * hours / base.gpu_hours(0.5))
-        word = "less" if hours < 0 else "more"
-        return f"{amount(abs(hours), 2)} GPU-hours ({share:.1f} %) {word}"
+        """Its GPU-hours relative to those of a forecast: "+1.3% GPU-hours"."""
+        return f"{self.hours() / base.gpu_hours(0.5) - 1:+.1%} GPU-hours"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cases(Table):
-    """Cases by kind, each forecast by as many simulated runs from one seed; `failed` names what
-    cannot run, and why.
-    """
+    """Cases by kind, each forecast by as many simulated runs from one seed."""
 
     digits = 1
     shown = (
@@ -67,12 +60,9 @@ class Cases(Table):
         "p_overrun_allocation note"
     )
     kinds: dict[str, tuple[Case, ...]]
-    failed: dict[str, str] = field(default_factory=dict)
 
     def to_frame(self) -> DataFrame:
-        """A row for each case: its kind, its name, the numbers of Forecast.figures() and a note;
-        then what cannot run.
-        """
+        """A row for each case: its kind, its name, the numbers of Forecast.figures() and a note."""
         import pandas as pd
 
         rows = list[Json]()
@@ -80,8 +70,6 @@ class Cases(Table):
             for case in cases:
                 numbers = case.forecast.figures()
                 rows.append({"kind": kind, "case": case.name, **numbers, "note": case.note})
-        for name, reason in self.failed.items():
-            rows.append({"kind": "cannot run", "case": name, "note": reason})
         return pd.DataFrame(rows)
 
 
@@ -135,7 +123,7 @@ def alternatives(base: Forecast) -> Cases:
 
 def what_ifs(base: Forecast) -> Cases:
     """The plan under other circumstances; on two thirds of the GPUs the best topology of a search,
-    in whole nodes.
+    in whole nodes. What cannot run is left out.
 
     what_ifs(forecast("plan.json", tokens=341e9)).to_frame()[["case", "days_p50", "gpu_hours_p50"]]
     """
@@ -158,57 +146,37 @@ def what_ifs(base: Forecast) -> Cases:
     if most <= node:
         node = 1
     cases = list[Case]()
-    failed = dict[str, str]()
     # in whole nodes, of which up to three fewer may divide better
     if counts := [*range(most // node * node, 0, -node)][:4]:
         cases += islice(searched(base, "GPUs × 0.67", gpus=counts), 1)
-    if not cases:
-        failed["GPUs × 0.67"] = f"found no plan on {most} GPUs that is safe to start"
     for name, changes in tries.items():
-        try:
+        with contextlib.suppress(ValueError):
             cases.append(simulated(name, r, **changes))
-        except ValueError as error:
-            failed[name] = str(error)
-    return Cases(kinds={"what if": tuple(cases)}, failed=failed)
+    return Cases(kinds={"what if": tuple(cases)})
 
 
 def levers(base: Forecast) -> Cases:
     """What a search holds fixed, changed one by one: the best plan that is safe to start with each
-    other choice.
-
-    Its price is relative to the cheapest safe plan by the choices that are held. Left out is what
-    changes the GPU-hours by less than one in a thousand, such as fp16 for bf16; all of it on CPUs.
+    other choice; its price is relative to the plan. None on CPUs.
 
         levers(forecast("plan.json", tokens=341e9)).to_frame()[["case", "gpu_hours_p50"]]
     """
     plan = base.request.plan
     t = plan.topology
-    held = Case(name=plan.label, forecast=base)
+    # fused, where there is such a kernel
+    able = default_attention(plan.shape, plan.cluster, t.precision, plan.engine)
+    values = {
+        "engine": {*ENGINES} - {plan.engine},
+        "attention": {"scores", able} - {t.attention},
+        "precision": {"fp16", "bf16", "fp8"} - {t.precision},
+    }
     cases = list[Case]()
     if plan.cluster.gpu.kind == "cuda":
-        held = min([held, *islice(searched(base), 1)], key=Case.hours)
-        own = {"engine": plan.engine, "attention": t.attention, "precision": t.precision}
-        # fused, where there is such a kernel
-        able = default_attention(plan.shape, plan.cluster, t.precision, plan.engine)
-        values = {
-            "engine": ENGINES,
-            "attention": ("scores", able),
-            "precision": ("fp16", "bf16", "fp8"),
-        }
-        for choice, used in own.items():
-            for value in sorted({*values[choice]} - {used}):
-                name = f"{choice} {value} instead of {used}"
+        for choice, others in values.items():
+            for value in sorted(others):
                 change: Json = {choice: value}
                 with contextlib.suppress(ValueError):  # the card has no such precision
-                    cases += islice(searched(base, name, **change), 1)
-    noted = list[Case]()
-    for case in sorted(cases, key=Case.hours):
-        if abs(case.hours() / held.hours() - 1) > LEAST:
-            notes = [case.difference(held.forecast), case.note]
-            noted.append(replace(case, note="; ".join(filter(None, notes))))
-    failed = dict[str, str]()
-    if not noted:
-        failed["none"] = (
-            "no other engine, attention kernel or precision has a safe plan that differs"
-        )
-    return Cases(kinds={"held fixed": tuple(noted)}, failed=failed)
+                    cases += islice(searched(base, f"{choice} {value}", **change), 1)
+    cases = [replace(case, note=case.difference(base)) for case in cases]
+    cases.sort(key=Case.hours)
+    return Cases(kinds={"held fixed": tuple(cases)})

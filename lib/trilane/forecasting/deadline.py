@@ -23,7 +23,6 @@ from trilane.workspace.study import load_cluster
 
 # tokens of an iteration: GPT-3's 3.2 million (arXiv:2005.14165, table 2.1) to Llama 2's 4
 BATCH = 1 << 22
-MOST_DAYS = 36500  # a century
 MIDDLE_WIDTHS = 6  # of those of a size that a bisection looks at
 NEAR = 1.02  # sizes that a bisection no longer tells apart
 NOTE = (
@@ -38,7 +37,6 @@ class Dated(Record):
     runs keep.
     """
 
-    request: SizeRequest
     proposal: Proposal
     costs: Json
 
@@ -85,11 +83,8 @@ class InTime(Table):
         for other in self.same[1:]:
             first = self.same[0]
             ratio = first.costs["gpu_hours_p50"] / other.costs["gpu_hours_p50"]
-            text = f"does the work of {ratio:.2f} of {first.request.cluster.name}"
-            if first.costs["money"]:
-                money = other.costs["money"] / first.costs["money"] - 1
-                text += f": {money:+.0%} of money at these prices"
-            lines.append(f"a GPU-hour of {other.request.cluster.name} {text}")
+            text = f"does the work of {ratio:.2f} of {first.proposal.plan.cluster.name}"
+            lines.append(f"a GPU-hour of {other.proposal.plan.cluster.name} {text}")
         return lines
 
     def summary(self) -> Text:
@@ -106,7 +101,7 @@ class InTime(Table):
             "days": self.limit,
             "probability": 0.9,
             "request": self.request.to_json(),
-            "same_model": [{"cluster": r.request.cluster.name, **r.costs} for r in self.same],
+            "same_model": [{"cluster": r.proposal.plan.cluster.name, **r.costs} for r in self.same],
             "worth": self.worth(),
             "reasons": self.reasons,
             "plans": [row.to_json() for row in self.rows],
@@ -243,7 +238,7 @@ def dated(proposal: Proposal, request: SizeRequest, price: float | None = None) 
             costs[f"gpu_hours_{end}"] = run.gpu_hours(quantile)
     costs |= {"parameters": size, "tokens": tokens, "tokens_per_parameter": tokens / size}
     costs["money"] = None if price is None else price * costs["gpu_hours_p50"]
-    return Dated(request=request, proposal=proposal, costs=costs)
+    return Dated(proposal=proposal, costs=costs)
 
 
 def best_within(
@@ -267,12 +262,13 @@ def best_within(
     Raises ValueError for a cluster without GPUs.
     """
     require_positive("days", days)
-    require(days <= MOST_DAYS, "days", f"{days:g}", f"must be at most {MOST_DAYS}")
     machines = [load_cluster(cluster) for cluster in clusters]
+    each: list[float | None] = [*prices] or [None]
+    if len(each) == 1:
+        each *= len(machines)
     rule = f"give one for all, or one for each of {len(machines)} clusters"
     given = ",".join(f"{price:g}" for price in prices)
-    require(len(prices) in (0, 1, len(machines)), "price", given, rule)
-    each = [None] * len(machines) if not prices else [*prices] * (len(machines) // len(prices))
+    require(len(each) == len(machines), "price", given, rule)
     count = gpus or min(machine.max_gpus for machine in machines)
     batch = gbs or max(1, round(BATCH / asked.get("seq_length", 2048) / count)) * count
     asked = {"engine": ANY, **asked, "gpus": count, "gbs": batch}
@@ -283,7 +279,8 @@ def best_within(
         request = SizeRequest(parameters=MOST, cluster=machine, calibration=known, **asked)
         requests.append(request)
     rows = list[Dated]()
-    firsts = list[tuple[Dated, float | None]]()
+    able = list[tuple[SizeRequest, float | None]]()
+    shapes = list[ModelShape]()
     reasons = dict[str, str]()
     for request, price in zip(requests, each, strict=True):
         largest = _largest(request, days, price)
@@ -296,15 +293,15 @@ def best_within(
             if not plans or plans[0].costs["days_p90"] > days:
                 plans = _on(shape, request, price, 3)
             rows += plans
-            firsts.append((plans[0], price))
+            able.append((request, price))
+            shapes.append(plans[0].proposal.shape)
         else:
             reasons[request.cluster.name] = _why_none(request)
     same = list[Dated]()
-    if len(firsts) > 1:
-        shapes = [row.proposal.shape for row, _ in firsts]
+    if len(able) > 1:
         least = min(shapes, key=lambda shape: shape.parameters)
-        for row, price in firsts:
-            same += _on(least, row.request, price, 1)
+        for request, price in able:
+            same += _on(least, request, price, 1)
     first = requests[0]
     if rows:
         first = replace(first, parameters=rows[0].costs["parameters"])

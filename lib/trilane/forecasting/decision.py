@@ -12,7 +12,7 @@ from trilane.forecasting.alternatives import Case, Cases, alternatives, levers, 
 from trilane.forecasting.forecast import MEMORY, Forecast, Json
 from trilane.forecasting.request import ForecastRequest
 from trilane.planning.search_result import TIE
-from trilane.utils.numbers import amount, chance, with_bounds
+from trilane.utils.numbers import chance, with_bounds
 from trilane.utils.tables import Columns, DataFrame, Table, Text, as_json
 from trilane.utils.validation import from_mapping, require, shipped_json
 from trilane.workspace.study import Study
@@ -20,7 +20,6 @@ from trilane.workspace.study import Study
 # a limit is kept where at most one simulated run in five fails it: a choice, not a measurement
 MOST_RISK = 0.2
 MOST_DAYS = 1.1  # of those of the plan: a change that takes longer is another plan
-HOPELESS = -0.5  # no iteration is twice as fast as predicted
 
 
 def study_plan(
@@ -184,18 +183,13 @@ class Decision(Table):
             asked += f", the {self.origin},"
         lines += [f"{asked} {failure}" for failure in _failures(self.plan)]
         if self.best.name not in (self.plan.name, self.chosen.name):
-            why = " and ".join(_failures(self.best))
-            if not why and abs(self.best.hours() / self.chosen.hours() - 1) <= TIE:
-                why = f"is within {chance(TIE)}, where the predicted order is often wrong"
-            elif not why:
-                gpus, gbs = _sizes(self.best)
-                days = amount(self.best.forecast.days(0.5), 3)
-                why = f"takes {days} days on {gpus} GPUs by batches of {gbs}"
-            need = f"it needs {self.best.difference(self.forecast)} than the chosen plan"
+            usual = "saves too little, or takes longer"
+            why = " and ".join(_failures(self.best)) or usual
+            need = f"{self.best.difference(self.forecast)} relative to the chosen plan"
             lines.append(f"{self.best.name}, the {self.origin}, {why}; {need}")
         if self.chosen is not self.plan:
             more = self.chosen.difference(self.asked)
-            lines.append(f"{self.chosen.name} is predicted to need {more} than the plan asked for")
+            lines.append(f"{self.chosen.name}: {more} relative to the plan asked for, predicted")
         usual = f"the plan keeps every limit; nothing that was tried saves {chance(TIE)}"
         return Lines(lines or [usual])
 
@@ -359,8 +353,6 @@ def _margin(limit: str, slower: float) -> str:
     """
     share = f"{abs(100 * slower):.0f} %"
     kept = f"four runs of five keep the {limit}"
-    if slower < HOPELESS:
-        return f"more GPUs or fewer tokens: no faster iteration alone keeps the {limit}"
     if slower < 0:
         return f"a benchmark at least {share} faster than predicted: then {kept}"
     return f"a benchmark more than {share} slower than predicted: then fewer than {kept}"

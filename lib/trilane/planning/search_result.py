@@ -21,7 +21,6 @@ from trilane.utils.validation import require
 # by less than 3 %, 14 are predicted in the wrong order (27 %); of 63 that differ by 3 to 10 % 5, of
 # 61 further apart one.
 TIE = 0.03
-RISKY_KEPT = 12  # risky plans that 02_topology hands on
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,8 +164,6 @@ class SearchResult(Table):
         """As best_per_sizes(); ValueError where no plan is safe to start."""
         if not self.candidates:
             rule = next(iter(self.refused_by_rule), "no dp and microbatch divide the batch")
-            if self.risky:
-                rule = f"{len(self.risky)} may run out of memory; {rule}"
             rule = f"no topology can run; {rule}; {self.cure}"
             require(False, "gpus", ",".join(map(str, self.space.gpus)), rule)
         return self.best_per_sizes(count)
@@ -240,7 +237,7 @@ class SearchResult(Table):
         risky = self.risky
         if keep:
             plans = self.best_per_sizes(keep).rows
-            risky = self.best_per_sizes(RISKY_KEPT, risky=True).rows
+            risky = self.best_per_sizes(keep, risky=True).rows
         values: dict[str, Any] = {
             "evaluated": self.evaluated,
             "refused": self.refused_by_rule,

@@ -68,7 +68,7 @@ class SizeRequest(Record):
     `tokens` is a number, or a text such as "300B" or "20x", so many for each parameter.
     """
 
-    parameters: float = option(cli=False)
+    parameters: float = option(cli=False, above=0, maximum=MOST)
     # that of GPT-2
     vocabulary: int = option(
         50257, "tokens of the vocabulary; padded to a multiple of 128", minimum=1, name="vocab"
@@ -100,16 +100,13 @@ class SizeRequest(Record):
                 object.__setattr__(self, "tokens", parse_count("tokens", self.tokens))
         else:
             require_positive("tokens", self.tokens)
-        require_positive("params", self.parameters)
-        params = f"{self.parameters:g}"
-        require(self.parameters <= MOST, "params", params, f"must be at most {MOST:g}")
         most = self.cluster.max_gpus
         require(self.gpus <= most, "gpus", self.gpus, f"{self.cluster.name} has {most}")
         iteration = self.gbs * self.seq_length
         rule = f"one iteration takes gbs x seq_length = {iteration}"
         require(self.tokens_of(self.parameters) >= iteration, "tokens", self.tokens, rule)
         rule = f"an embedding of {self.vocabulary} tokens nearly reaches that size; ask for more"
-        require(bool(self.widths()), "params", params, rule)
+        require(bool(self.widths()), "params", f"{self.parameters:g}", rule)
 
     @property
     def engines(self) -> tuple[str, ...]:
@@ -133,9 +130,9 @@ class SizeRequest(Record):
 
     def to_json(self) -> dict[str, Any]:
         """What is asked, the cluster by its name."""
-        asked = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        asked = {**vars(self), "cluster": self.cluster.name, "vocab_size": self.vocab_size}
         del asked["calibration"]
-        return {**asked, "cluster": self.cluster.name, "vocab_size": self.vocab_size}
+        return asked
 
     def layer(self, hidden: int) -> ModelShape | None:
         """One layer of that width, its heads nearest to a head size of 128; None where no number of

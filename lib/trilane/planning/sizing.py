@@ -18,7 +18,6 @@ from trilane.planning.search import search
 from trilane.planning.search_result import (
     Candidate,
     Candidates,
-    SearchResult,
     first_per_sizes,
     plan_columns,
     sizes_of,
@@ -62,10 +61,6 @@ class Proposal(Candidate):
         return self.days, self.days * p.sec_lo / p.sec_per_it, self.days * p.sec_hi / p.sec_per_it
 
     @property
-    def gpu_hours(self) -> float:
-        return self.days * 24 * self.topology.gpus
-
-    @property
     def cost(self) -> float:
         """Days per parameter and token: what ranks shapes that are not equally large."""
         return self.days / self.shape.parameters / self.tokens
@@ -81,7 +76,7 @@ class Proposal(Candidate):
             "days": self.days,
             "days_lo": low,
             "days_hi": high,
-            "gpu_hours": self.gpu_hours,
+            "gpu_hours": 24 * self.days * self.topology.gpus,
             "cost_over_best": self.cost / best.cost - 1,
             "notes": "; ".join(self.notes),
         }
@@ -113,17 +108,6 @@ class Proposals(Table):
     def best(self) -> Proposal:
         return self.rows[0]
 
-    @property
-    def rests(self) -> str:
-        """Which measured runs the best shape rests on, and why no engine here can train it, where
-        that is so.
-        """
-        text = f"The first of them: {self.best.prediction.support.words}."
-        reason = untrainable_reason(self.best.topology)
-        if reason:
-            return f"{text} Predicted only: {reason}."
-        return text
-
     def summary(self) -> Text:
         """The best shape: its days with their 90 % interval, and its GPU-hours, with nothing going
         wrong; and what that rests on.
@@ -135,7 +119,7 @@ class Proposals(Table):
         hours = with_interval(*(24 * r.gpus * days for days in p.days_interval))[0]
         return Text.of(
             "Of {} parameters on {} GPUs of {}, the best shape is **{} layers × {:,}**: "
-            "**{} days** and {} GPU-hours for {} tokens, with nothing going wrong. {}",
+            "**{} days** and {} GPU-hours for {} tokens, with nothing going wrong. It {}.",
             size_text(r.parameters),
             r.gpus,
             r.cluster.name,
@@ -144,7 +128,7 @@ class Proposals(Table):
             with_bounds(*p.days_interval),
             hours,
             size_text(p.tokens),
-            self.rests,
+            p.prediction.support.words,
         )
 
     def to_frame(self) -> DataFrame:
@@ -183,17 +167,19 @@ class Proposals(Table):
         lines.append(table.to_string(index=False, float_format=amount))
         for number, p in enumerate(self.rows[:top], start=1):
             lines += [f"{number}. {note}" for note in p.notes]
-        return "\n".join([*lines, self.rests])
+        lines.append(f"The first of them: {self.best.prediction.support.words}.")
+        if reason := untrainable_reason(self.best.topology):
+            lines.append(f"Predicted only: {reason}.")
+        return "\n".join(lines)
 
     def why_none(self) -> str:
-        """Why no shape can run, by the commonest rule, and what would."""
+        """Why no shape can run, by the commonest rule."""
         r = self.request
         why = "no dp and microbatch divide that batch"
         for rule, count in self.refused.most_common(1):
             why = f"{count} of {self.refused.total()} topologies are refused: {rule}"
-        cure = _searched(r.shapes()[0], r, r.engines[0], 1).cure
         where = f"{r.gpus} GPUs of {r.cluster.name} and a batch of {r.gbs}"
-        return f"no shape can run on {where}; {why}; {cure}"
+        return f"no shape can run on {where}; {why}"
 
 
 def propose_shapes(cluster: Cluster | str, **asked: Any) -> Proposals:
@@ -222,20 +208,6 @@ def survey(request: SizeRequest, shapes: Sequence[ModelShape] | None = None) -> 
     return Proposals(request=request, rows=tuple(proposals), refused=refused)
 
 
-def _searched(shape: ModelShape, r: SizeRequest, engine: str, top: int) -> SearchResult:
-    return search(
-        shape,
-        r.cluster,
-        gpus=r.gpus,
-        gbs=r.gbs,
-        engine=engine,
-        calibration=r.calibration,
-        top=top,
-        distinct=True,
-        **r.choices,
-    )
-
-
 def fastest(
     shape: ModelShape, request: SizeRequest, top: int = 1
 ) -> tuple[list[Candidate], Counter[str]]:
@@ -247,7 +219,17 @@ def fastest(
     refused = Counter[str]()
     candidates = list[Candidate]()
     for engine in request.engines:
-        result = _searched(shape, request, engine, top)
+        result = search(
+            shape,
+            request.cluster,
+            gpus=request.gpus,
+            gbs=request.gbs,
+            engine=engine,
+            calibration=request.calibration,
+            top=top,
+            distinct=True,
+            **request.choices,
+        )
         refused.update(result.refused_by_rule)
         candidates += result.candidates or result.risky
     candidates.sort(key=lambda c: (c.prediction.is_risky, c.prediction.sec_per_it))
@@ -278,8 +260,6 @@ def _proposal(plan: Plan, request: SizeRequest) -> Proposal:
     if able:
         _, _, plan, prediction = min(able, key=lambda tried: tried[:2])
     notes = broken_rules(plan.shape, t)
-    if prediction.is_risky:
-        notes.insert(0, f"may run out of memory (P {100 * prediction.oom_probability:.0f} %)")
     return Proposal(
         plan=plan,
         prediction=prediction,
@@ -298,9 +278,7 @@ def broken_rules(shape: ModelShape, topology: Topology) -> list[str]:
             f"head_dim={shape.head_dim}: must be a multiple of 8, or attention leaves the tensor "
             "cores (33 to 43 % slower in the chronicles)"
         )
-    widths = {"hidden_size": shape.hidden_size}
-    if shape.ffn != 4 * shape.hidden_size:
-        widths["ffn_hidden_size"] = shape.ffn
+    widths = {"hidden_size": shape.hidden_size, "ffn_hidden_size": shape.ffn}
     for name, width in widths.items():
         if width % TILE or width // t.tp % TILE:
             rule = f"should be a multiple of the {TILE}-wide tile"
@@ -375,12 +353,10 @@ def survey_shapes(
             plan = Plan(label=t.label, shape=shape, cluster=cluster, topology=t)
             rows.append(Candidate(plan=plan, prediction=predict(plan)))
     require(bool(rows), "head_dim", head_dim, "must divide some hidden size of 64, 128, ... 448")
-    rows.sort(key=lambda c: c.plan.shape.parameters)
+    rows.sort(key=lambda c: (c.plan.shape.parameters, -c.prediction.sec_per_it))
     best = min(rows, key=lambda c: c.prediction.sec_per_it)
     in_time = [c for c in rows if c.prediction.sec_per_it <= seconds]
-    if in_time:
-        best = max(in_time, key=lambda c: (c.plan.shape.parameters, -c.prediction.sec_per_it))
-    return ShapeSurvey(rows=tuple(rows), limit_s=seconds, best=best)
+    return ShapeSurvey(rows=tuple(rows), limit_s=seconds, best=[best, *in_time][-1])
 
 
 def hand_on(
@@ -409,6 +385,4 @@ def hand_on(
         "cluster": cluster,
         "gpus": gpus,
         "gbs": gbs,
-        "proposals": proposals.to_json()["candidates"],
-        "tokens": proposals.best.tokens,
     }

@@ -38,8 +38,7 @@ OVERLAPPED = {
 
 def divisors(n: int) -> list[int]:
     """The divisors of n, ascending."""
-    small = [d for d in range(1, int(n**0.5) + 1) if n % d == 0]
-    return small + [n // d for d in reversed(small) if d * d != n]
+    return [d for d in range(1, n + 1) if n % d == 0]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,28 +65,23 @@ class Space(Record):
             require(len(values) > 0, name, "()", "needs at least one value")
             for value in values:
                 check_field(Topology, "dp" if name == "gpus" else name, value)
-        gpus = self.gpus[0]
-        cp = self.fixed.cp
-        require(any(n % cp == 0 for n in self.gpus), "cp", cp, f"must divide gpus={gpus}")
-        pinned = [name for name in SIZES if name in self.pins]
-        if pinned and not any(self.sizes()):
-            first = pinned[0]
-            rule = f"no tp x pp x dp with the pinned sizes makes gpus={gpus}"
-            require(False, first, self.pins[first][0], rule)
+        if not any(self.sizes()):
+            name = [*(size for size in SIZES if size in self.pins), "cp"][0]
+            value = self.pins.get(name, (self.fixed.cp,))[0]
+            rule = f"no tp x pp x dp with the pinned sizes makes gpus={self.gpus[0]}"
+            require(False, name, value, rule)
 
     @property
     def held_fixed(self) -> str:
         """What the search does not vary, in words."""
         t = self.fixed
         held = {"engine": self.engine, "precision": t.precision, "attention": t.attention}
-        for field in fields(Topology):
-            value = getattr(t, field.name)
-            if field.name not in FREE and value != field.default:
-                held[field.name] = value
-        for name in FREE:
-            values = self.pins.get(name, VARIED.get(name, ()))
-            # what a search never varies is named where it is on
-            if len(values) == 1 and (values[0] or name in self.pins):
+        usual = Topology()
+        for name, value in vars(t).items():
+            if name not in FREE and value != getattr(usual, name):
+                held[name] = value
+        for name, values in self.pins.items():
+            if len(values) == 1:
                 held[name] = values[0]
         return ", ".join(f"{name} {value}" for name, value in held.items())
 

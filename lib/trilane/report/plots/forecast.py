@@ -1,9 +1,8 @@
-"""Figure of a forecast: the tokens trained over the dates, and what costs GPU-hours."""
+"""Figure of a forecast: the tokens trained over the dates, and what delays it."""
 
 from datetime import date
 from typing import Any
 
-import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.dates import AutoDateLocator, ConciseDateFormatter, date2num
 from matplotlib.figure import Figure
@@ -18,12 +17,12 @@ LETTERS = 9  # points, on paper
 
 
 def page(found: Forecast, height: float = 1.35) -> Figure:
-    """The fan of finish dates next to the GPU-hours that causes add to the iterations; inches of a
+    """The fan of finish dates next to the days that causes add to the iterations; inches of a
     printed page.
     """
     drawn, (left, right) = figure(7.3, height, columns=2)
     _fan(left, found)
-    _bars(right, found.gpu_hours_by_cause, most=max(4, int(2.5 * height)))
+    _bars(right, found, most=max(4, int(2.5 * height)))
     for axes in (left, right):
         axes.tick_params(labelsize=LETTERS)  # of ticks that are made when it is drawn
     for text in drawn.findobj(Text):
@@ -41,9 +40,8 @@ def _fan(axes: Axes, found: Forecast) -> None:
     interruptions, the line the end of the deadline's day.
     """
     start = _day(found.request.start)
-    fan = found.fan
-    tokens = fan["tokens"]
-    low, lower, median, upper, high = np.array(fan["days"]).T + start
+    tokens, days = found.fan
+    low, lower, median, upper, high = days.T + start
     look: Any = {"color": COLORS[0], "lw": 0}
     axes.fill_betweenx(tokens, low, high, alpha=0.25, label="90 % of the runs", **look)
     axes.fill_betweenx(tokens, lower, upper, alpha=0.45, label="50 % of them", **look)
@@ -58,18 +56,14 @@ def _fan(axes: Axes, found: Forecast) -> None:
         axes.axvline(_day(found.request.deadline) + 1, color=LIMIT, label="deadline")
 
 
-def _bars(axes: Axes, hours: dict[str, float], most: int) -> None:
-    """GPU-hours that each cause adds to the iterations, the most first; what adds none
-    is left out.
-    """
-    names = sorted((name for name in hours if hours[name] > 0), key=lambda name: -hours[name])[
-        :most
-    ]
-    spent = [hours[name] for name in names]
-    bars = axes.barh(range(len(names)), spent, 0.6, color=COLORS[1])
-    axes.bar_label(bars, [amount(number, 2) for number in spent], padding=3, fontsize=8)
+def _bars(axes: Axes, found: Forecast, most: int) -> None:
+    """Mean days that each cause of delay takes, the worst first."""
+    delays = found.delays.columns
+    names = delays["cause"][:most]
+    days = delays["mean_days"][:most]
+    bars = axes.barh(range(len(names)), days, 0.6, color=COLORS[1])
+    axes.bar_label(bars, [amount(number, 2) for number in days], padding=3, fontsize=8)
     axes.margins(x=0.15)
-    axes.set_xlabel("GPU-hours beyond the iterations")
+    axes.set_xlabel("days beyond the iterations")
     axes.xaxis.set_major_locator(MaxNLocator(4))
-    axes.xaxis.set_major_formatter("{x:,.0f}")
     name_rows(axes, names)
