@@ -54,7 +54,6 @@ class Case(Record):
 class Cases(Table):
     """Cases by kind, each forecast by as many simulated runs from one seed."""
 
-    digits = 1
     shown = (
         "case gpus tp pp dp days_p50 gpu_hours_p50 memory_gib oom_probability p_miss_deadline "
         "p_overrun_allocation note"
