@@ -113,11 +113,3 @@ def test_each_run_is_printed_with_its_numbers_its_ending_and_its_problems(tmp_pa
     ]
     assert lines[1] == "  Iterations 10, First 1, Last 10, Sec/it 1, TFLOPs 12.18, Loss 1"
     assert lines[-1].startswith("  problem: learning_rate: 7: a ")
-
-
-def test_rows_are_sorted_by_any_column_and_what_has_no_value_is_last(folder, capsys):
-    order = outcome(capsys, "logs", "table", folder, "--sort", "speed", "--json")[1]
-    names = [row["source"] for row in json.loads(order)["rows"]]
-    assert names == ["a.out", "study/runs/small", "b.log"]
-    code, _, error = outcome(capsys, "logs", "table", folder, "--sort", "statas")
-    assert code == 2 and "sort=statas: known: " in error

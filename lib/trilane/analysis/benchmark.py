@@ -14,20 +14,20 @@ from trilane.launch.local import run_folder, train_local
 from trilane.utils.validation import require, require_integer
 
 
-def benchmark(plan: Path, iterations: int = 0, leave_out: int = WARM_UP) -> Measurement:
+def benchmark(plan: Path, iterations: int = 0) -> Measurement:
     """Train the plan of that file, `iterations` long at its full batch (0: as planned), and measure
     the run.
 
     For a run folder, also of another machine, nothing is trained. The log goes to stderr.
     """
-    require_integer("leave_out", leave_out, 0)
     require_integer("iterations", iterations, 0)
     if plan.is_dir():
         require(iterations == 0, "iterations", iterations, "a finished run is measured as it is")
-        return measure(plan, leave_out)
+        return measure(plan)
     read = read_plan(plan)
     count = iterations or read.run.train_iters
-    require(count > leave_out, "iterations", count, f"must be above leave_out={leave_out}")
+    rule = f"must be above {WARM_UP}, of the warm-up"
+    require(count > WARM_UP, "iterations", count, rule)
     if iterations:
         folder = plan.with_name(f"{plan.stem}-benchmark-{iterations}")
         require(not folder.exists(), "plan", plan, f"would run in {folder}, which exists")
@@ -38,7 +38,7 @@ def benchmark(plan: Path, iterations: int = 0, leave_out: int = WARM_UP) -> Meas
         folder = run_folder(plan)
     with contextlib.redirect_stdout(sys.stderr):  # stdout is for the result alone
         train_local(folder)
-    return measure(folder, leave_out)
+    return measure(folder)
 
 
 def shortened(plan: Plan, iterations: int) -> Plan:

@@ -232,18 +232,14 @@ def measure_log(
 def _card_problems(
     log: RunLog, config: RunConfig, window: SteadyState, computed: dict[str, float]
 ) -> list[Problem]:
-    """Rates and memory of the log that the shape or the card contradict."""
+    """Rates of the log that the shape or the card contradict."""
     printed = log.column("flops_per_s_per_gpu")
     if len(printed) and window.counts.any():
         printed = printed[window.counts]
     peak = config.peak_flops_per_s
     if not config.precision:
         peak *= 2.0  # the rate may be of 8 bits, twice that of 16
-    memory = {}
-    for name in ("max_allocated", "max_reserved"):
-        if name in log.memory:
-            memory[name] = float(log.memory[name].max())
-    return list(of_card(median(printed), computed.values(), peak, memory, config.card_bytes))
+    return list(of_card(median(printed), computed.values(), peak))
 
 
 def printed_tokens(log: RunLog, counts: np.ndarray, gpus: int) -> float:

@@ -44,7 +44,6 @@ class RunConfig:
     interleaving: int = 1
     precision: str = ""
     card: str = ""
-    card_bytes: float = 0.0
     peak_flops_per_s: float = 0.0
     note: str = ""
 
@@ -93,7 +92,6 @@ def config_of(plan: Plan) -> RunConfig:
         shape=plan.shape,
         seq_length=plan.shape.seq_length,
         card=gpu.name,
-        card_bytes=gpu.memory_bytes,
         peak_flops_per_s=peak,
         **{name: getattr(topology, name) for name in names},
     )
@@ -134,7 +132,7 @@ def _of_log(log: RunLog, gpu: Gpu | None) -> RunConfig:
     if not gpu or gpu.kind != "cuda":
         return config
     peak = getattr(gpu, f"{config.precision or 'fp16'}_flops_per_s")
-    return replace(config, card=gpu.name, card_bytes=gpu.memory_bytes, peak_flops_per_s=peak)
+    return replace(config, card=gpu.name, peak_flops_per_s=peak)
 
 
 def _precision(log: RunLog) -> str:

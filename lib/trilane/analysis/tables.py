@@ -11,7 +11,6 @@ from typing import Any
 from trilane.analysis.measure import Measurement
 from trilane.utils.numbers import ranges, size_text
 from trilane.utils.tables import DataFrame, csv_text, grouped, middle, one_line
-from trilane.utils.validation import require_known
 from trilane.workspace.status import Status
 
 # The columns of BigScience's tables, and of `logs parse`
@@ -97,18 +96,6 @@ def _row(run: Measurement, source: str) -> dict[str, Any]:
         "left_out": "; ".join(left_out),
         "notes": ", ".join(filter(None, notes)),
     }
-
-
-def ordered(table: DataFrame, by: str) -> DataFrame:
-    """The rows by a column, rising; by `speed` the fastest first. Those without a value are last.
-    ValueError with all names for a column that is not known.
-    """
-    columns = {head.lower(): key for head, key in HEADS.items()}
-    key = columns.get(by.lower(), by.lower())
-    require_known("sort", key, ["speed", *table])
-    if key == "speed":  # TFLOPs alone compare runs of different sizes
-        return table.sort_values("tflops", ascending=False)
-    return table.sort_values(key, kind="stable")
 
 
 def cell(key: str, value: Any) -> str:

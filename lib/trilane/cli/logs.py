@@ -57,7 +57,6 @@ def parse(
 @command(logs)
 def table(
     folder: Path,
-    sort: str = option("", "sort by a column, rising; speed: the fastest first", metavar="COLUMN"),
     dialect: tuple[Path, ...] = DIALECT,
     csv: bool = option(False, "print CSV, with all columns, instead of Markdown"),
 ) -> Answer:
@@ -70,8 +69,6 @@ def table(
         note([f"left_out={len(bad)}: files that --json names, the first: {bad[0]}"])
     rule = "holds no run: neither plan.json with run.log, nor a training log"
     require(len(rows) > 0, "folder", folder, rule)
-    if sort:
-        rows = tables.ordered(rows, sort)
     values = {"folder": str(folder), "rows": rows.to_dict("records"), "left_out": bad}
     return Answer(as_json(values), csv_text(rows) if csv else tables.markdown(rows))
 

@@ -130,7 +130,6 @@ def machine(
 def plan(
     plan: Path,
     iterations: int = option(0, "train so many at the full batch (0: as planned)", minimum=0),
-    leave_out: int = option(5, "first iterations left out", minimum=0),
     trace: bool = option(
         False, "run its real engine without a GPU, at any size: memory, collectives, FLOPs, kernels"
     ),
@@ -146,7 +145,7 @@ def plan(
     from trilane.analysis.benchmark import benchmark
     from trilane.analysis.tables import parse_text
 
-    found = benchmark(plan, iterations, leave_out)
+    found = benchmark(plan, iterations)
     return Answer(found.to_json(), parse_text([found]), int(not found.status.is_clean))
 
 

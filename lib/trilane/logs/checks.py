@@ -28,7 +28,6 @@ HARMLESS = ("lm_loss", "grad_norm", "learning_rate", "mfu")
 # names of the batch among arguments
 BATCH = ("deepspeed.train_batch_size", "total_train_batch_size", "train_batch_size")
 ROUNDED = 1e12  # FLOP/s: programs print tenths of a TFLOP/s; below one, rounding decides
-CARD = 1.02  # a catalogue's memory is rounded to whole GB or GiB
 # seconds of an iteration that are plausible, where samples per second contradict them
 SHORT_S = 0.01
 LONG_S = 6 * 3600
@@ -97,16 +96,9 @@ def _rates(columns: Columns, arguments: Mapping[str, Value]) -> Iterator[Problem
                 yield Problem(rule="rate", column=name, message=text)
 
 
-def of_card(
-    printed: float,
-    computed: Collection[float],
-    peak: float,
-    memory: Mapping[str, float],
-    size: float,
-) -> Iterator[Problem]:
+def of_card(printed: float, computed: Collection[float], peak: float) -> Iterator[Problem]:
     """What contradicts the shape or the card: FLOP/s `printed` and `computed` by each definition
-    (of shape, batch and seconds), the card's `peak`, the most `memory` of a rank by column, and the
-    card's `size`; NaN or 0 for unknown.
+    (of shape, batch and seconds), and the card's `peak`; NaN or 0 for unknown.
     """
     low = min(computed, default=NAN)
     high = max(computed, default=NAN)
@@ -120,10 +112,6 @@ def of_card(
         if peak and rate > peak:
             text = f"{rate / 1e12:.4g} TFLOP/s {word}, {peak / 1e12:.4g} is the card's peak"
             yield Problem(rule="peak", column=column, message=text)
-    for name, most in memory.items():
-        if size and most > CARD * size:
-            text = f"{most / 2**30:.4g} GiB on a card of {size / 2**30:.4g} GiB"
-            yield Problem(rule="memory", column=name, message=text)
 
 
 def correct_units(columns: Columns) -> str:
