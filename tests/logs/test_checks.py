@@ -41,29 +41,18 @@ def titan(norm=1.5, tflops=312.5, mfu=31.6):
 RIGHT = {
     "every iteration": lines(),
     "a rate of tokens": SIZES + lines(more=RATE.format(4 * 2048 / 2 / 8, 2048)),
-    "a curriculum at its start": SIZES + lines(more=RATE.format(4 * 64 / 2 / 8, 64)),
     "a ramp-up": lines()
     + "".join(line(i, 8.5, batch=8, used=80 + 8 * (i - 20)) for i in range(21, 50)),
-    "torchtitan": titan(),
     "an MFU that is not measured yet": titan(mfu=-100.0) + titan().replace("step:  ", "step: 1"),
     "a start that diverges": line(1, 12.4) + "".join(line(i, 33.1 - i / 9) for i in range(2, 20)),
 }
 FAULTS = {
     "bounds of seconds": ("sec_per_it", lines(ms=3.61e6)),
-    "bounds of the rate": (
-        "learning_rate",
-        lines(10) + line(11, more="learning rate: 2.000E+00 | "),
-    ),
-    "bounds of the loss": ("lm_loss", lines(10) + line(11, -0.5)),
     "bounds of the share": ("mfu", titan(mfu=100.1)),
     "jumps-back": ("consumed_samples", lines(10) + line(11, used=4) + line(12, used=8)),
     "rate of tokens": (
         "tokens_per_gpu_per_second",
         SIZES + lines(more=RATE.format(4 * 2048 / 2 / 8, 64)),
-    ),
-    "rate of words": (
-        "tokens_per_second",
-        "".join(map(FAIRSEQ.format, range(100, 900, 100), range(90, 900, 90))),
     ),
     "rate of samples": (
         "samples_per_second",

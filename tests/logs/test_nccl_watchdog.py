@@ -6,9 +6,6 @@ https://github.com/pytorch/pytorch/blob/main/torch/csrc/distributed/c10d/Process
 TraceUtils.h of the same folder, with numbers of our own.
 """
 
-import random
-import re
-
 import pytest
 from test_log_dialects import m2021
 
@@ -73,35 +70,3 @@ HANGS = {
 @pytest.mark.parametrize(("text", "expected"), HANGS.values(), ids=HANGS.keys())
 def test_the_ranks_of_each_report_are_listed(tmp_path, text, expected):
     assert lines(tmp_path, text) == tuple(expected)
-
-
-def ranks_in(text):
-    """`0-2, 5` as a set."""
-    ends = [part.split("-") for part in text.replace(" ", "").split(",")]
-    return {rank for part in ends for rank in range(int(part[0]), int(part[-1]) + 1)}
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_of_a_group_at_random_no_rank_is_named_that_the_log_does_not_show(tmp_path, seed):
-    rng = random.Random(seed)
-    world = rng.choice([4, 8, 12, 16])
-    size = rng.choice([n for n in range(2, world + 1) if world % n == 0])
-    step = rng.choice([1, world // size])
-    first = rng.randrange(world // size) * (size if step == 1 else 1)
-    group = [*range(first, first + step * size, step)]
-    reporters = rng.sample(group, rng.randint(1, size))
-    name = "PG ID 0 PG GUID 0(default_pg)" if size == world else TP
-    if rng.random() < 0.5:  # torch 2.3
-        name = "PG 0" if size == world else "PG 5"
-    text = "".join(new(rank, 9, 11, name, member=group.index(rank)) for rank in reporters)
-    found = lines(tmp_path, text, world)
-    (shown,) = (
-        re.search(r": ranks? ([\d, -]*\d): timed out", line)
-        for line in found
-        if "timed out" in line
-    )
-    assert ranks_in(shown[1]) == {*reporters}
-    for silent in (
-        re.search(r": ranks? ([\d, -]*\d): nothing", line) for line in found if NONE in line
-    ):
-        assert size == world and ranks_in(silent[1]) == {*group} - {*reporters}

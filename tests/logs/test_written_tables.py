@@ -1,15 +1,10 @@
 """Tables of measured runs: rows of Markdown and CSV."""
 
-import csv
-
 import pytest
-from support import REPOSITORY
 from test_log_dialects import m2022
 
 from trilane.logs.written_tables import number, read_runs
 
-SHARED = REPOSITORY.parent / "shared"
-SEEDS = sorted((SHARED / "seeds").glob("*.txt"))
 TABLE = """# Runs
 
 | Nodes | Size | DP | TP | PP | MBS |  GBS | Mem  | Sec/it | TFLOPs | Notes |
@@ -62,26 +57,3 @@ def test_a_table_without_rows_and_a_cell_without_an_end_are_refused(tmp_path):
         runs(tmp_path, "|" + "[" * 100_000 + "|a|\n|---|---|\n|1|2|\n")
     with pytest.raises(ValueError, match=r"^table=.*: is no CSV"):
         runs(tmp_path, "gpus,tp,sec_per_it\n8,1," + "1" * 200_000 + "\n", "a.csv")
-
-
-@pytest.mark.skipif(not SEEDS, reason="the seed documents are not beside this checkout")
-def test_rows_of_the_seed_documents_are_as_others_wrote_them_down():
-    """Equal in every number that is read; seconds called Speed or Throughput are not."""
-    with (SHARED / "measured/seeds_measured.csv").open() as file:
-        rows = [row for row in csv.DictReader(file) if row["kind"] == "table"]
-    truth = {(row["source_file"], int(row["line_no"])): row for row in rows}
-    names = {"size": "model_size_b", "chunks": "pp_chunks"}
-    timed = 0
-    for path in SEEDS:
-        for run in read_runs(path):
-            row = truth[path.name, run.arguments["line"]]
-            for name, value in run.arguments.items():
-                if name not in ("line", "zero"):
-                    assert value == float(row[names.get(name, name)]), run.evidence
-            if len(run.memory) and row["mem_gb"]:
-                assert run.memory["max_reserved"].iloc[0] / 2**30 == float(row["mem_gb"])
-            seconds = run.iterations.get("sec_per_it")
-            if seconds is not None and seconds.notna().any():
-                timed += 1
-                assert seconds.iloc[0] == float(row["sec_per_it"])
-    assert timed == 137
