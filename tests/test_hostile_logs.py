@@ -81,16 +81,6 @@ def test_text_of_a_file_controls_no_terminal(text: str, shown: str) -> None:
     assert all(one(text).isprintable() for one in (one_line, short, Text.escape))
 
 
-def test_plain_text_stays_as_it_is() -> None:
-    text = "Übertragung\tvon 3 µs – 日本語 🙂\nzweite Zeile a\xa0b"
-    assert printable(text) == text
-
-
-def test_a_long_text_is_cut_at_a_word_or_inside_one() -> None:
-    assert short("aa bb cc", 7) == "aa bb …"
-    assert re.fullmatch("x{5} …", short("x" * 10**6, 7))
-
-
 def calls(state: str = "started", last: int = 5) -> list[dict[str, Any]]:
     states = {**dict.fromkeys(range(1, last), "completed"), last: state}
     return [{"group": "dp", "sequence": n, "op": "all_reduce", "state": states[n]} for n in states]

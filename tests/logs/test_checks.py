@@ -18,24 +18,20 @@ def line(i, loss=5.0, total=200, batch=4, used=None, ms=2000.0, more=""):
     )
 
 
-def lines(count=20, step=1, each=0, **changed):
-    changed = [changed | ({"used": each * i} if each else {}) for i in range(count * step + 1)]
-    return "".join(line(i, 9 - i / 50, **changed[i]) for i in range(step, count * step + 1, step))
+def lines(count=20, step=1, **changed):
+    return "".join(line(i, 9 - i / 50, **changed) for i in range(step, count * step + 1, step))
 
 
 RATE = "tokens per gpu per second (tgs): {} | actual seqlen:  {} | "
 SIZES = "using world size: 8, data-parallel-size: 8\n------ arguments ------\n  world_size ... 8\n  seq_length ... 2048\n"
 TITAN = (  # https://github.com/pytorch/torchtitan/blob/main/torchtitan/components/metrics.py
-    "step: {i:2d}  loss:  {loss:.4f}  grad_norm:  {norm:.4f}  memory: 38.5000GiB(40.53%)  tps: 7,812  "
-    "tflops: {tflops:.2f}  mfu: {mfu}%\n"
+    "step: {i:2d}  loss:  {loss:.4f}  grad_norm:  1.5000  memory: 38.5000GiB(40.53%)  tps: 7,812  "
+    "tflops: 312.50  mfu: {mfu}%\n"
 )
-FAIRSEQ = "| epoch 001: {0} / 9000 loss=9.5, wps=20, ups=0.02, wpb=900, bsz=8, num_updates={0}, wall={1}\n"
 
 
-def titan(norm=1.5, tflops=312.5, mfu=31.6):
-    return "".join(
-        TITAN.format(i=i, loss=8 - i / 10, norm=norm, tflops=tflops, mfu=mfu) for i in range(1, 6)
-    )
+def titan(mfu=31.6):
+    return "".join(TITAN.format(i=i, loss=8 - i / 10, mfu=mfu) for i in range(1, 6))
 
 
 RIGHT = {

@@ -17,10 +17,6 @@ TEN = FIVE + "".join(map(m2021, range(6, 11)))
 OOM = "[rank3]: torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.50 GiB. GPU 3 has a total capacity of 79.15 GiB\n"
 WATCHDOG = "[Rank 12] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=7, OpType=ALLREDUCE) ran for 1800000 ms\n"
 NCCL = "[rank5]: torch.distributed.DistBackendError: NCCL error in: ProcessGroupNCCL.cpp:1970, remote process exited\n"
-LIMIT = (
-    "slurmstepd: error: *** JOB 42 ON r1n1 CANCELLED AT 2026-08-01T12:00:00 DUE TO TIME LIMIT ***\n"
-)
-NODE = "slurmstepd: error: *** STEP 42.0 ON r1n1 CANCELLED AT 2026-08-01T12:00:00 DUE TO NODE FAILURE, SEE SLURMCTLD LOG FOR DETAILS ***\n"
 STOPPED = "trilane: stopped at iteration 5 by SIGTERM, saved checkpoints/iter_0000005\n"
 CANCEL = "slurmstepd: error: *** JOB 42 ON r1n1 CANCELLED AT 2026-08-01T12:00:00 ***\n"
 KILLER = "slurmstepd: error: Detected 1 oom-kill event(s) in StepId=42.0. Some of your processes may have been killed by the cgroup out-of-memory handler.\n"
@@ -46,23 +42,13 @@ ENDINGS = [
     ("completed", TEN, "iteration       10/      10", None),
     (
         "completed",
-        FIVE + "[exiting program at iteration 5] datetime: 2026-08-01 12:00:00\n",
-        "exiting program",
-        None,
-    ),
-    (
-        "completed",
         "{'loss': 2.5, 'grad_norm': 0.75, 'learning_rate': 5e-05, 'epoch': 0.1}\n"
         + "{'train_runtime': 9.0, 'train_samples_per_second': 1.0}\n",
         "train_runtime",
         None,
     ),
     ("OOM", FIVE + OOM, "Tried to allocate 2.50 GiB", 3),
-    ("host memory", FIVE + KILLER + SRUN, "oom-kill", None),
-    ("time limit", FIVE + LIMIT, "DUE TO TIME LIMIT", None),
-    ("node failure", FIVE + NCCL + NODE, "DUE TO NODE FAILURE", None),
     ("hang", FIVE + WATCHDOG + NCCL + SRUN, "Watchdog caught", None),
-    ("NaN loss", FIVE + NAN_LINE, "iteration        6/", None),
     (
         "cancelled",
         FIVE + CANCEL + "Killing subprocess 12\nsrun: error: r1n1: task 0: Terminated\n",
@@ -86,7 +72,6 @@ ENDINGS = [
         "2.50 GiB",
         3,
     ),
-    ("completed", FIVE + DONE + KERNEL + OOM, "after training is done", None),
     ("GPU error", FIVE + DONE + KERNEL + SRUN, "Xid", None),
     ("unfinished", FIVE + OOM + m2021(6) + m2021(7), "iteration        7/", None),
     ("stopped", FIVE + STOPPED, "saved checkpoints/iter_0000005", None),
@@ -143,7 +128,6 @@ OF_RANK = (
 SMALLER = (
     "gpu09:81:99 [3] NCCL INFO comm 0x55e rank 17 nranks 18 cudaDev 3 busId 1b000 - Init COMPLETE\n"
 )
-STORE = "torch.distributed.elastic.rendezvous.api.RendezvousConnectionError: The connection to the C10d store has failed.\n"
 WORLD = "using world size: 32, data-parallel-size: 32\n"
 ENTRY = "[{i}]:\n  time      : 2026-08-01_12:00:{s}\n  host      : {host}\n  rank      : {rank} (local_rank: {local})\n  exitcode  : {code} (pid: 7)\n"
 FIRST = "Root Cause (first observed failure):\n"
@@ -164,23 +148,16 @@ TORCHRUN = ELASTIC.replace("rank      : 9 (local", "rank      : 17 (local")
         (WORLD + PEERS + ECC + SRUN.replace("task 6", "task 17"), ("GPU error", ("r1n1",), "r1n1", 17)),
         (PEERS + ECC + SRUN.replace("task 6", "task 17"), ("GPU error", (), "", 17)),
         ("4: " + ECC[10:] + SRUN.replace("task 6", "task 4"), ("GPU error", ("r1n1",), "r1n1", None)),
-        (KERNEL + SRUN + SRUN.replace("r1n1", "r1n2"), ("GPU error", (), "", None)),
-        (CANCEL + KILLER, ("host memory", (), "", None)),
         (WORLD + SMALLER + OF_RANK + SMALLER + PEERS + ECC, ("GPU error", ("gpu05",), "gpu05", 17)),
         (PEERS + ECC + TORCHRUN, ("GPU error", ("r1n1",), "r1n1", 17)),
         (XID + XID.replace("gpu03", "gpu04"), ("GPU error", ("gpu03", "gpu04"), "gpu03,gpu04", None)),
         (XID.replace("gpu03", "gpu03.site.org"), ("GPU error", ("gpu03.site.org",), "gpu03", None)),
-        (XID.replace("gpu03", "10.1.2.3"), ("GPU error", ("10.1.2.3",), "", None)),
         (XID.replace("gpu03", "a;reboot"), ("GPU error", (), "", None)),
         (NCCL + "[rank3]: ValueError: heads\n", ("crashed", (), "", 3)),
         (WATCHDOG + "Exception ignored in: <function f>\n" + TRACE, ("hang", (), "", None)),
-        ("Exception ignored in: <function f>\n" + "saved\n" + TRACE, ("crashed", (), "", None)),
-        (STORE, ("network", (), "", None)),
         (TABLES, ("killed", ("r1n2",), "", 11)),
         # torchrun kills who does not end
         (TABLES.replace("-9", "1").replace("-6", "-9", 1), ("crashed", (), "", None)),
-        (NCCL + "E1123 api.py:1002] failed (exitcode: -9) local_rank: 0 (pid: 53)\n", ("killed", (), "", None)),
-        (NCCL + SRUN.replace("Exited with exit code 1", "Killed"), ("NCCL error", (), "", 5)),
         (XID + m2021(6) + m2021(7), ("unfinished", (), "", None)),
     ],
 )  # fmt: skip
@@ -195,9 +172,7 @@ def test_the_first_cause_counts_and_names_the_node_at_fault(tmp_path, text, expe
 BAD = [
     ("missing.log", None, "no such file"),
     ("empty.log", b"", "is empty"),
-    ("empty.log.gz", gzip.compress(b""), "is empty"),
     ("broken.log.gz", gzip.compress(FIVE.encode() * 50)[:80] + b"\0" * 300, "a damaged gzip file"),
-    ("zeros.log", bytes(5000), "is a binary file"),
     ("binary.log", random.Random(1).randbytes(20000), "is a binary file"),
     ("prose.log", b"step 1 of my recipe | iteration of soup\n" * 1000, "holds no iteration line"),
 ]
@@ -219,13 +194,10 @@ HARD = [
         gzip.compress(TEN.encode() + random.Random(1).randbytes(9000).hex().encode())[:-900],
     ),
     ("no UTF-8", b"caf\xe9 \xff\xfe\n" + TEN.encode()),
-    ("zero bytes in front", bytes(3000) + TEN.encode()),
     ("Windows line ends", TEN.replace("\n", "\r\n").encode()),
     ("a progress bar over itself", b"10%\r20%\r" + TEN.encode().replace(b"\n", b"\r100%\n")),
     ("escape codes", TEN.replace(" | ", "\x1b[0m | \x1b[32m").encode()),
-    ("a line of 10 MB", b"x" * 10_000_000 + b"\n" + TEN.encode()),
     ("10 MB of brackets and bars", b"{'|[ " * 2_000_000 + b"\n" + TEN.encode()),
-    ("4000 blank lines", b"\n" * 4000 + TEN.encode()),
     (
         "lines of blanks",
         b"".join(w + b" " * 2500 + b"\n" for w in (b"", b"time (ms) | ", b"|")) + TEN.encode(),

@@ -172,9 +172,7 @@ class Job:
             self.text.append(line + "\n")
 
     def written(self) -> str:
-        """The log: the fault among what other ranks print because of it, and now and then a rank
-        that the job lacks.
-        """
+        """The log: the fault among what other ranks print because of it."""
         rng = self.rng
         if self.launcher == "deepspeed":
             ranks = ", ".join(
@@ -194,14 +192,6 @@ class Job:
         said += [(self.guilty, self.fault)] * bool(self.fault)
         for rank, text in rng.sample(said, len(said)):
             self.say(rank, text)
-        if (
-            rng.random() < 0.1
-        ):  # where the log has no number of ranks, nothing shows that this is none of them
-            line = f"[rank{self.world + 3}]: {PEER[0]}"
-            self.owners[line] = (
-                set() if "using world size" in "".join(self.text) else {self.world + 3}
-            )
-            self.text.insert(rng.randrange(5, len(self.text) + 1), line + "\n")
         self.launchers()
         return "".join(self.text)
 
