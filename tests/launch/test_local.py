@@ -160,7 +160,7 @@ def test_a_plan_of_any_name_runs_in_a_folder_called_like_it(data: Path, tmp_path
     best = tmp_path / "best.json"
     best.write_text(json.dumps({**small_plan(data).to_json(), "prediction": {"sec_per_it": 1.0}}))
     folder = launched_in(best)
-    assert folder == tmp_path / "best" and (folder / "plan.json").read_bytes() == best.read_bytes()
+    assert folder == tmp_path / "best" and read_plan(folder) == read_plan(best)
     with pytest.raises(ValueError, match=r"^plan=.*best\.json: would run in .*best, which exists"):
         launched_in(best)
     with pytest.raises(ValueError, match=r"^plan=.*: no such file$"):

@@ -73,10 +73,8 @@ def ends_at_ctrl_c(folder: Path, process: subprocess.Popen) -> None:
     assert len(family) >= 2
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=30)
-    assert (process.returncode, err) == (
-        130,
-        "trilane: interrupted; what was written so far stays readable\n",
-    )
+    assert process.returncode == 130
+    assert err.endswith("trilane: interrupted; what was written so far stays readable\n")
     assert read_status(folder).status == "cancelled"
     assert not psutil.wait_procs(family, timeout=5)[1]
 

@@ -7,8 +7,6 @@ import json
 import os
 import secrets
 import signal
-import sys
-import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -24,7 +22,7 @@ from trilane.launch.outcome import Hang, failed_ranks, judge
 from trilane.utils import process
 from trilane.utils.hooks import hook
 from trilane.utils.process import Child, announced, held_port, interrupt, python
-from trilane.utils.validation import read_json, require, require_known
+from trilane.utils.validation import require, require_known
 from trilane.workspace.continuation import require_continuable
 from trilane.workspace.installation import outputs_root
 from trilane.workspace.run import Run, is_started, put_aside
@@ -64,7 +62,7 @@ def train_local(
     with held_port() as port:
         put_aside(folder, keep=True)
         outcome = _run(folder, plan, port, show_progress, begin, timeout_s)
-        _record(folder, outcome)
+        write_status(folder, outcome)
     return outcome
 
 
@@ -122,7 +120,7 @@ def _run(
             outcome = judge(folder, code, _since(begin), monitor.iteration)
             return monitor.corrected(outcome, set(failed_ranks(folder)))
     except KeyboardInterrupt:
-        _record(folder, _ended(Status.CANCELLED, "Ctrl-C", begin))
+        write_status(folder, _ended(Status.CANCELLED, "Ctrl-C", begin))
         raise
     except TimeoutError:
         return _ended(Status.TIMEOUT, f"longer than {timeout_s:.0f} s", begin)
@@ -130,24 +128,11 @@ def _run(
         return replace(hang.outcome, seconds=_since(begin))
 
 
-def _record(folder: Path, outcome: RunStatus) -> None:
-    """Write status.json; where a full disk does not allow it, print the outcome."""
-    if not write_status(folder, outcome):
-        line = f"{outcome.status}: {outcome.evidence}; "
-        line += "the disk is full, so that status.json does not record it"
-        print(f"trilane: {line}", file=sys.stderr, flush=True)
-
-
 def _require_ready(folder: Path, plan: Plan, resume: bool) -> None:
     """ValueError where a run must not start, or not resume, in that folder, or not from its
     checkpoints.
     """
     require_continuable(folder, plan)
-    try:
-        with tempfile.TemporaryFile(dir=folder) as file:
-            file.write(b" " * (1 << 15))
-    except OSError as error:
-        raise ValueError(f"run folder={folder}: cannot be written to ({error.strerror})") from None
     if resume:
         rule = "holds the file `stop`; remove it to resume"
         require(not (folder / "stop").exists(), "run folder", folder, rule)
@@ -263,7 +248,5 @@ def run_folder(plan: Path | str, reuse: bool = False) -> Path:
     require(not folder.exists(), "plan", plan, rule)
     folder.mkdir()
     text = json.dumps(values, indent=1) + "\n"
-    if values == read_json(file, "plan"):  # a plan's own file is copied as it is
-        text = file.read_text(encoding="utf-8")
     (folder / "plan.json").write_text(text, encoding="utf-8")
     return folder

@@ -117,6 +117,7 @@ def _execute(name: str, executed: Path, values: Mapping[str, Any]) -> None:
             # modules of the current folder would go before ours
             "extra_arguments": ["--InteractiveShellApp.ignore_cwd=True"],
             "stdout_file": sys.stderr,
+            "stderr_file": sys.stderr,
             "kernel_name": "python3",
         }
         try:
