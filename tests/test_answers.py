@@ -4,8 +4,6 @@ Logs of other people are not ours to keep: TRILANE_PUBLIC_LOGS names a folder of
 numbers are recorded.
 """
 
-import dataclasses
-import importlib
 import json
 import math
 import os
@@ -21,7 +19,6 @@ from recorded import compare, numbers_in, plain
 from support import REPOSITORY
 
 from trilane.cli.app import main
-from trilane.config.options import check_field
 from trilane.report import notebook
 from trilane.report.plots.style import MIME
 from trilane.workspace.study import Study
@@ -168,33 +165,6 @@ def test_the_numbers_of_public_logs_are_those_that_were_recorded(
         for _, one in answers([f"logs parse {path}"], capsys)
     }
     compare("public-logs", found)
-
-
-DECLARED = [
-    f"config.{name}"
-    for name in ("batch_rampup", "cluster", "model", "parallelism", "plan", "training")
-]
-DECLARED += ["slurm.sites", "forecasting.request", "planning.size_request"]
-
-
-def test_each_default_keeps_the_rule_of_its_field_and_no_value_beyond_it_is_taken() -> None:
-    for module in DECLARED:
-        for kind in vars(importlib.import_module(f"trilane.{module}")).values():
-            if not dataclasses.is_dataclass(kind):
-                continue
-            for field in dataclasses.fields(kind):
-                if isinstance(field.default, int | float | str):
-                    check_field(kind, field.name, field.default)
-                beyond = [
-                    field.metadata[name] for name in ("above", "below") if name in field.metadata
-                ]
-                if "minimum" in field.metadata:
-                    beyond.append(field.metadata["minimum"] - 1)
-                if "choices" in field.metadata:
-                    beyond.append("none of them")
-                for value in beyond:
-                    with pytest.raises(ValueError, match=f"^{field.name}="):
-                        check_field(kind, field.name, value)
 
 
 def shown(executed: Path) -> Iterator[Any]:

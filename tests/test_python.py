@@ -99,21 +99,11 @@ def test_two_lines_fit_ten_rows_of_a_file(frame, tmp_path):
     assert nearer.abs().max() < 0.05 < (frame.sec_per_it[:10] / rows.sec_per_it - 1).abs().min()
 
 
-def test_columns_that_are_not_read_are_named(frame):
-    rows = frame[:4].assign(ms=3, seconds=5)
-    known = trilane.fit(rows, "jz-a100-80g")
-    for column in ("ms", "seconds"):
-        assert f"column={column}: is not known" in known.summary()
-    with pytest.warns(UserWarning, match="ignored column=recomputed: is not known"):
-        trilane.predict(frame[:4].assign(recomputed="none"), "jz-a100-80g")
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         ({"hidden_size": "big"}, "rows=row 0: hidden=big: must be a whole number"),
         ({"dp": np.nan}, "rows=row 0: dp='': is missing"),
-        ({"recompute": "fulll"}, "rows=row 0: recompute=fulll: known: "),
     ],
 )
 def test_a_cell_that_cannot_be_read_is_named_by_row_and_column(frame, change, message):
@@ -140,16 +130,6 @@ def test_names_and_paths_stand_for_plans_clusters_shapes_and_constants():
     [
         (lambda: trilane.serch, AttributeError, "no attribute 'serch'"),
         (lambda: trilane.predict("no.csv", "jz-h100"), ValueError, "^rows=no.csv: no such file"),
-        (
-            lambda: trilane.search(SHAPE, "jz-a100", gpus=8, gbs=64),
-            ValueError,
-            "^cluster=jz-a100: known: ",
-        ),
-        (
-            lambda: trilane.search("jz-h100", "jz-h100", gpus=8, gbs=8),
-            ValueError,
-            "^shape=jz-h100: must be five whole",
-        ),
         (
             lambda: trilane.explain(PLAN, "megatroncore"),
             ValueError,

@@ -2,7 +2,6 @@
 
 import functools
 import json
-import os
 import re
 import subprocess
 import sys
@@ -12,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 from support import REPOSITORY
 from test_architecture import imports
 
@@ -41,30 +39,6 @@ def project() -> dict[str, Any]:
 def dev_group() -> dict[str, list[str]]:
     group = project()["optional-dependencies"]["dev"]
     return {normalized(line.split("==")[0]): line.split("==")[1:] for line in group}
-
-
-def test_environment_yml_sets_up_what_the_makefile_does():
-    """As far as it can be held without conda: its structure, the list it reads, the build of torch
-    for V100.
-    """
-    text = (REPOSITORY / "environment.yml").read_text()
-    values = yaml.safe_load(text)
-    assert set(values) == {"name", "channels", "dependencies"} and values["channels"] == [
-        "conda-forge"
-    ]
-    *conda, pip = values["dependencies"]
-    assert conda == ["python=3.12", "pip", "git"] and pip == {
-        "pip": ["-r requirements.txt", "-e ."]
-    }
-    assert re.search(r"# - --extra-index-url \S+/cu126", text), "the V100 variant is missing"
-
-
-def test_the_workflow_runs_the_core_on_each_python_and_all_tests_on_both_lines_of_engines():
-    jobs = yaml.safe_load((REPOSITORY / ".github/workflows/test.yml").read_text())["jobs"]
-    tried = {name: job["strategy"]["matrix"]["python"] for name, job in jobs.items()}
-    assert tried == {"core": ["3.11", "3.12", "3.13", "3.14"], "full": ["3.11", "3.12"]}
-    assert jobs["full"]["container"]["image"] == "python:${{ matrix.python }}-bookworm"
-    assert jobs["full"]["env"]["CUDA"] == "cpu"
 
 
 def test_the_ranges_of_the_metadata_hold_the_versions_that_are_tried():
@@ -107,9 +81,6 @@ sys.exit(main(sys.argv[1:]))
     ("command", "code", "says"),
     [
         ("logs parse docs/examples/restart/part1.log", 0, "Iterations 100"),
-        ("plan show docs/plan-7b.json", 0, "6.738 B parameters"),
-        ("debug hang docs/examples/dumps", 0, "stacks, innermost first"),
-        ("slurm script docs/plan-7b.json --site jean-zay-a100 --account a@a100", 0, "#SBATCH"),
         ("run all --study x", 2, f"is installed by pip install -e '{REPOSITORY}[notebooks]'"),
         (
             "measure machine {}/m.json",
@@ -226,17 +197,3 @@ def test_a_notebook_explains_and_the_library_computes():
     assert not {name for name, source in code if len(source.splitlines()) > 22}
     defining = [name for name, source in code if re.search(r"^\s*(def |%run)", source, re.M)]
     assert defining == ["10_own_layer"]
-
-
-@pytest.mark.parametrize(
-    "script", sorted((REPOSITORY / "findings").glob("*.sh")), ids=lambda path: path.stem
-)
-def test_a_finding_is_executable_dated_and_listed(script: Path):
-    """CONTRIBUTING, Findings: they run by hand alone, so their form is all that is held here."""
-    header = script.read_text().partition("\nset -euo pipefail\n")[0]
-    assert os.access(script, os.X_OK), "its run bit is off"
-    assert header.startswith("#!/usr/bin/env bash\n# ")
-    assert re.search(r"seen \d{4}-\d\d-\d\d", header)
-    assert "# One would guess: " in header
-    assert "# What happens: " in header
-    assert f"]({script.name})" in (REPOSITORY / "findings/README.md").read_text()

@@ -65,14 +65,3 @@ def test_the_verdict_stands_on_the_first_screen_and_the_page_on_one_sheet(
     )
     assert size[0] <= 703 and size[1] <= 1062, "nothing is made smaller to fit the sheet"
     page.close()
-
-
-def test_page_calendar_and_json_have_one_set_of_figures(study: Study) -> None:
-    calendar, decided = (
-        json.loads((study.folder / f"{name}.json").read_text()) for name in ("calendar", "decision")
-    )
-    cases = {case["case"]: case for case in decided["cases"] if case["kind"] != "recommended"}
-    assert cases[calendar["plan"]]["gpu_hours_p50"] == calendar["gpu_hours"]
-    assert cases[calendar["plan"]]["p_overrun_allocation"] == calendar["p_overrun_allocation"]
-    kinds = [case["kind"] for case in decided["cases"]]
-    assert kinds.count("what if") == 5 and "held fixed" in kinds

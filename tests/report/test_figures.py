@@ -1,17 +1,13 @@
 """The figures show what was predicted or measured, and hold names as data alone."""
 
-import base64
 import json
-from datetime import date
 from pathlib import Path
 from types import SimpleNamespace
 
-import altair as alt
 import numpy as np
 import pandas as pd
 import pytest
 from markup import HOSTILE
-from matplotlib.dates import date2num
 
 from trilane.analysis.loss_curve import join
 from trilane.analysis.recalibrate import recalibrate
@@ -23,22 +19,9 @@ from trilane.planning.search import search
 from trilane.planning.search_result import SearchResult
 from trilane.report.html import embedded
 from trilane.report.plots import explorer, losses, runs
-from trilane.report.plots.interactive import MIME, Interactive
 from trilane.utils.tables import Text
 
 MACHINE, SHAPE = cluster("jz-a100-80g"), parse_shape("24,2048,16,2048,50304")
-FIRST = date2num(date(2027, 1, 1))
-
-
-def test_a_notebook_gets_the_specification_its_picture_and_its_text(tmp_path):
-    rows = [{"x": 1, "y": 2.5, "name": HOSTILE[0]}, {"x": 2, "y": float("nan"), "name": "<b>"}]
-    dots = alt.Chart(alt.Data(values=rows)).mark_point().encode(x="x:Q", y="y:Q", tooltip="name:N")
-    figure = Interactive(dots, "Two dots, of which one has no height.")
-    shown = figure._repr_mimebundle_()
-    assert json.loads(json.dumps(shown[MIME], allow_nan=False)) == shown[MIME]
-    assert shown[MIME]["description"] == shown["text/plain"] == figure.text
-    figure.savefig(tmp_path / "x.png", dpi=150)
-    assert (tmp_path / "x.png").read_bytes() == base64.b64decode(shown["image/png"])
 
 
 @pytest.mark.parametrize("value", HOSTILE)

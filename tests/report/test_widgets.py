@@ -4,7 +4,6 @@ the latter.
 
 import json
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,7 +14,7 @@ from trilane.config.plan import read_plan
 from trilane.costmodel.predict import predict
 from trilane.costmodel.shipped import default
 from trilane.forecasting.decision import study_plan
-from trilane.planning.explain import use_plan, varied
+from trilane.planning.explain import varied
 from trilane.report.widgets import Editor, explore
 from trilane.utils.numbers import with_bounds
 from trilane.workspace.study import Study
@@ -73,9 +72,3 @@ def test_the_used_plan_is_what_03_and_07_begin_with(editor, study):
     assert plans == [editor.chosen.plan, PLAN] and first == editor.chosen.plan
     written = json.loads((study.folder / "plans.json").read_text())["plans"][0]["prediction"]
     assert written["sec_per_it"] == editor.chosen.prediction.sec_per_it
-    use_plan(study, BASE, KNOWN)
-    assert study.plans()[0] == PLAN and len(study.plans()) == 2, "a plan is listed once"
-    foreign = varied(replace(PLAN, shape=replace(PLAN.shape, hidden_size=7168)), KNOWN)
-    study.save("plans.json", {"plans": [BASE.to_json(), foreign.to_json()]}, "02_topology")
-    with pytest.raises(ValueError, match="is of another"):
-        use_plan(study, foreign, KNOWN)
