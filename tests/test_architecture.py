@@ -45,7 +45,7 @@ TOKENS = {
     "trilane": (118_000, 154_400),
     "trilane_engine": (46_000, 47_400),
     "trilane_diagnose": (31_000, 30_200),
-    "tests": (140_000, 151_500),
+    "tests": (140_000, 147_100),
 }
 FORMS = {  # in lib, per 1,000 code lines
     "tokens": (9_500, 9_500),
