@@ -101,7 +101,8 @@ def test_two_nodes_of_two_processes_train_to_the_end_with_the_code_that_was_subm
         shutil.copytree(package, installed / package.name)
     monkeypatch.setattr(copies, "packages", lambda: [installed / p.name for p in packages])
     monkeypatch.setenv("PYTHONPATH", str(installed))
-    folder = run_folder(tmp_path, plan("two", tmp_path.parent / "data"))
+    request = replace(REQUEST, environment=sys.prefix)
+    folder = run_folder(tmp_path, plan("two", tmp_path.parent / "data"), request)
     text = (folder / "job.sbatch").read_text()
     export = f"#SBATCH --export=NONE\nexport PYTHONPATH={installed}\nset -"
     (folder / "job.sbatch").write_text(text.replace("set -", export, 1))
@@ -138,8 +139,8 @@ def test_sbatch_accepts_every_script_of_every_site_and_the_check_refuses_what_it
         ({"account": "abc@a100"}, "invalid account or account/partition combination specified"),
         ({"exclude": "jz-a100-[1-51]"}, "requested node configuration is not available"),
     ):
-        folder = run_folder(tmp_path / words, p, replace(REQUEST, **wish))
-        found = [f for f in check_job(p, SITE, REQUEST, attempts.Run(folder)) if f.rule == "sbatch"]
+        every = check_job(p, SITE, replace(REQUEST, **wish), attempts.Run(tmp_path / "new"))
+        found = [f for f in every if f.rule == "sbatch"]
         assert [f.level for f in found] == [REFUSAL] and words in found[0].message.lower()
 
 

@@ -165,7 +165,7 @@ FILES: dict[str, tuple[Reader, ...]] = {
     ),
     RUN + "status.json": (LOGS, END, BEGIN, lambda study: status.read_status(study / "runs/r")),
     RUN + "steps.jsonl": (BEGIN, END, lambda study: measure(study / "runs/r")),
-    RUN + "jobs.jsonl": (cli("slurm", "status", "{}/runs/r", "--lines", "5"), BEGIN, END),
+    RUN + "jobs.jsonl": (cli("slurm", "status", "{}/runs/r"), BEGIN, END),
     RUN + "run.log": (LOGS, END),
     RUN + "ranks/0.log": (END, BEGIN),
     RUN + "ranks/nodes/0.json": (

@@ -127,7 +127,6 @@ def submit(
 @command(slurm)
 def status(
     runs: tuple[str, ...] = RUNS,
-    lines: int = option(0, "of each run's log, at its end", minimum=0),
 ) -> Answer:
     """Print every job of runs: its place in the queue, progress, status; exit code 1 where one
     failed.
@@ -135,16 +134,9 @@ def status(
     Where SLURM does not answer, one line reports that; exit code 75.
     """
     client.require_answer()
-    folders = folders_of(runs)
-    found = jobs.job_status(folders)
-    values = []
-    text = []
-    for job, folder in zip(found, folders, strict=True):
-        values.append(job.to_json())
-        text.append(job.summary())
-        if lines:
-            values[-1]["lines"] = jobs.logs(folder, lines)
-            text += values[-1]["lines"]
+    found = jobs.job_status(folders_of(runs))
+    values = [job.to_json() for job in found]
+    text = [job.summary() for job in found]
     has_failed = any(job.has_failed for job in found)
     return Answer({"jobs": values}, "\n".join(text), int(has_failed))
 

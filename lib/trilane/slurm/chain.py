@@ -15,7 +15,7 @@ from typing import Any
 from trilane.config.batch_rampup import Phase, Ramp
 from trilane.config.plan import Plan
 from trilane.costmodel.predict import predict
-from trilane.slurm.script import files, write
+from trilane.slurm import script
 from trilane.slurm.sites import JobRequest, Site
 from trilane.utils.validation import is_count, read_object, require, require_integer, require_label
 from trilane.workspace.run import write_text
@@ -147,14 +147,10 @@ def create(
     plans = [plan]
     if stages:
         plans = links(plan, stages, folder)
-    texts = {folder / link.label: files(link, site, request) for link in plans}
-    for path in texts:
-        require(not path.exists(), "run folder", path, "exists; take a new one")
-    for path, by_name in texts.items():
-        write(path, by_name)
+    folders = script.create({folder / link.label: link for link in plans}, site, request)
     index = {"links": [link.label for link in plans]}
     write_text(folder / INDEX, json.dumps(index, indent=1) + "\n")
-    return list(texts)
+    return folders
 
 
 def is_chain(folder: str | Path) -> bool:

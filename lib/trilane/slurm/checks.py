@@ -89,12 +89,6 @@ class JobCheck:
         return predict(self.plan, self.cluster)
 
     @property
-    def evaluation_s(self) -> float:
-        """Seconds of an evaluation, as forward passes."""
-        each = self.prediction.sec_per_it
-        return evaluation_s(self.plan.topology, self.plan.run.eval_iters, each)
-
-    @property
     def needed_s(self) -> float:
         """Seconds of all iterations with their evaluations; left out: that larger batches of a
         ramp-up are slower.
@@ -103,7 +97,8 @@ class JobCheck:
         count = run.goal - run.start_iteration
         seconds = count * self.prediction.sec_per_it
         if run.eval_interval:
-            seconds += count // run.eval_interval * self.evaluation_s
+            each = evaluation_s(self.plan.topology, run.eval_iters, self.prediction.sec_per_it)
+            seconds += count // run.eval_interval * each
         return seconds
 
     @property
@@ -256,7 +251,7 @@ def storage(job: JobCheck) -> Findings:
 
 def time(job: JobCheck) -> Findings:
     """The training ends, or saves a checkpoint, before the job's time limit; the signal before the
-    limit leaves time for an iteration or evaluation, and for a save.
+    limit leaves time for an iteration and a save. Left out: evaluations.
     """
     run = job.plan.run
     limit_s = job.request.time_limit_s
@@ -275,7 +270,7 @@ def time(job: JobCheck) -> Findings:
     # by the storage that was measured on the nodes of the job, or of the plan
     risks = FailureModel().measured(job.cluster).measured(job.plan.cluster)
     save_s = risks.save_s(checkpoint_bytes(job.plan.shape), job.nodes)
-    step_s = job.prediction.sec_per_it + job.evaluation_s
+    step_s = job.prediction.sec_per_it
     if job.needed_s * MARGIN > limit_s and 0 < signal_s < step_s + save_s:
         message = f"{signal_s} s before the limit are less than {step_s:.0f} s of an iteration "
         message += f"and {save_s:.0f} s of a save, predicted: nothing is saved"

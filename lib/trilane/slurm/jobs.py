@@ -361,17 +361,6 @@ def _unexplained(run: Run, job: JobState) -> RunStatus:
     return status_of(Status.UNFINISHED if is_forgotten else Status.CRASHED, evidence)
 
 
-def logs(folder: Path, lines: int = 20) -> list[str]:
-    """The last lines of what was written last: a run's log, or the output of one of its jobs, such
-    as one that failed before it wrote a log.
-
-    Raises ValueError where there is neither.
-    """
-    logs = [*folder.glob("run.log"), *folder.glob("slurm-*.out")]
-    require(bool(logs), "run folder", folder, "has no run.log yet")
-    return _tail(max(logs, key=lambda path: path.stat().st_mtime_ns), lines)
-
-
 def _tail(path: Path, lines: int) -> list[str]:
     return read_text(path, 400 * lines).splitlines()[-lines:]
 

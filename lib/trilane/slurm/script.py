@@ -14,6 +14,7 @@ import jinja2
 from trilane.config import cluster as hardware
 from trilane.config.cluster import Cluster
 from trilane.config.plan import Plan
+from trilane.costmodel.predict import predict
 from trilane.slurm.sites import JobRequest, Site, require_form
 from trilane.utils.validation import require, require_known
 from trilane.workspace.installation import checkout, shipped
@@ -53,22 +54,23 @@ def _require_once(script: str, site: Site) -> None:
         require(name not in variables, "site.env", name, "is set by the script itself")
 
 
-def files(
-    plan: Plan, site: Site, request: JobRequest, extra: Mapping[str, Any] | None = None
-) -> dict[str, str]:
-    """A run folder's files by name: plan.json and job.sbatch.
-
-    `extra` is what plan.json has beside the plan's own fields: its prediction, and the constants
-    that made it.
-    """
-    values = {**plan.to_json(), **(extra or {})}
+def files(plan: Plan, site: Site, request: JobRequest) -> dict[str, str]:
+    """A run folder's files by name: plan.json, the plan with its prediction, and job.sbatch."""
+    values = {**plan.to_json(), "prediction": predict(plan, nodes_of(plan, site)).to_json()}
     return {"plan.json": json.dumps(values, indent=1), SCRIPT: render("train", plan, site, request)}
 
 
-def write(folder: Path, texts: Mapping[str, str]) -> None:
-    """Write a run folder with these files(); earlier versions are kept in earlier/."""
-    for name, text in texts.items():
-        write_text(folder / name, text)
+def create(plans: Mapping[Path, Plan], site: Site, request: JobRequest) -> list[Path]:
+    """Write new run folders, each with the files of its plan; ValueError, and nothing is written,
+    where one exists.
+    """
+    texts = {folder: files(plan, site, request) for folder, plan in plans.items()}
+    for folder in texts:
+        require(not folder.exists(), "run folder", folder, "exists; take a new one")
+    for folder, by_name in texts.items():
+        for name, text in by_name.items():
+            write_text(folder / name, text)
+    return list(texts)
 
 
 def rewrite(run: Run, site: Site, request: JobRequest) -> None:

@@ -67,13 +67,12 @@ def _require_rules(values: Any, prefix: str = "") -> None:
 class Qos:
     """A quality of service: the longest job in hours, and the most GPUs of a job."""
 
-    name: str = option(help="its name")
+    name: str = option(help="its name", form="word")
     hours: float = option(help="longest job", above=0)
     gpus: int = option(help="most GPUs of a job", minimum=1)
 
     def __post_init__(self) -> None:
-        require_form("word", "qos.name", self.name)
-        check(self, "qos.")
+        _require_rules(self, "qos.")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -180,8 +180,7 @@ def prepare_runs(
     for number, reason in reasons.items():
         before = plans[number]
         plan = _trained(before, engine or before.engine, data, lr, Limits(**run))
-        prediction = predict(plan).to_json()
-        texts = script.files(plan, script_site(where), request, {"prediction": prediction})
+        texts = script.files(plan, script_site(where), request)
         folder, is_completed = study.run_folder(plan, texts, jobs.active_jobs)
         rows.append(StudyRun(plan=plan, reason=reason, folder=folder, is_completed=is_completed))
     return StudyRuns(study=study, site=where, request=request, rows=tuple(rows))
@@ -219,14 +218,10 @@ def create_sweep(
     """Write the run folder runs/LABEL of each plan; the folders. ValueError, and nothing is
     written, where one exists or two plans have the same label.
     """
-    texts: dict[Path, dict[str, str]] = {}
+    folders: dict[Path, Plan] = {}
     for values in plans:
         plan = plan_from_json(dict(values))
         path = folder / "runs" / plan.label
-        require(path not in texts, "label", plan.label, "must be unique in a sweep")
-        require(not path.exists(), "run folder", path, "exists; take a new one")
-        prediction = predict(plan, script.nodes_of(plan, site)).to_json()
-        texts[path] = script.files(plan, site, request, {"prediction": prediction})
-    for path, by_name in texts.items():
-        script.write(path, by_name)
-    return list(texts)
+        require(path not in folders, "label", plan.label, "must be unique in a sweep")
+        folders[path] = plan
+    return script.create(folders, site, request)
