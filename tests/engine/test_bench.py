@@ -49,34 +49,7 @@ def test_ranks_of_srun_on_two_hosts_measure_inside_and_between(
     assert (two.name, two.gpus_per_node, two.max_nodes) == ("local", 2, 2)
     assert two.cores_per_node == len(os.sched_getaffinity(0))
     assert_plausible(two)
-    assert two.storage_nodes == 2
-    assert (two.write_bytes_per_s or 0) > 1e5
     assert two.sources["all"].startswith("measured on gpu001.example 2, gpu002.example 2 at ")
-
-
-STORAGE = """
-from pathlib import Path
-from trilane_engine.bench import storage
-storage.BLOCKS = 2
-rates, how = storage.measure(world, Path(FOLDER), 1)
-print(sorted(rates), min(rates.values()) > 0, "8 MB each, fsync" in how)
-try:
-    storage.measure(world, Path(FOLDER) / "none", 1)
-except OSError as error:
-    print(error.strerror)
-"""
-
-
-def test_storage_is_measured_as_it_is_saved_and_nothing_stays(
-    ask: Callable, tmp_path: Path
-) -> None:
-    """Also where the folder is missing: OSError on all ranks."""
-    (tmp_path / "folder").mkdir()
-    code = f"FOLDER = {str(tmp_path / 'folder')!r}\n{STORAGE}"
-    lines = ask(small_plan(tmp_path, dp=2), code).splitlines()
-    rates = "['storage_nodes', 'write_bytes_per_s'] True True"
-    assert lines == 2 * [rates, "No such file or directory"]
-    assert not [*(tmp_path / "folder").iterdir()]
 
 
 @pytest.mark.parametrize(

@@ -114,16 +114,13 @@ def train(
 @command(measure)
 def machine(
     out: str = option("", argument="[OUT.json]"),
-    storage: str = option(
-        "", "folder where what a checkpoint takes is measured; default: the current one"
-    ),
 ) -> None:
     """Measure this machine, or under torchrun or srun this cluster, into OUT.json, which describes
     it as a cluster.
     """
     # In place of this process: torchrun and srun count on the rank that they started. Only the
     # engine imports torch.
-    replace_by(python("-m", "trilane_engine.bench", out, storage))
+    replace_by(python("-m", "trilane_engine.bench", out))
 
 
 @command(measure)

@@ -106,10 +106,12 @@ class Cluster(Record):
         None,
     )
     write_bytes_per_s: float | None = _rate(
-        "what a node writes of a checkpoint while all do", None, predicts=False
+        "what a node writes of a checkpoint while all do: by the line of a save",
+        None,
+        predicts=False,
     )
     storage_nodes: int = option(
-        0, "nodes that wrote together in that measurement", minimum=0, predicts=False
+        0, "nodes that wrote together in that save", minimum=0, predicts=False
     )
     sources: dict[str, str] = option(
         dict, "where each number comes from; copied into every plan", predicts=False

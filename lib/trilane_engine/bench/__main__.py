@@ -23,26 +23,25 @@ PROCESSES = 8  # of a machine without GPUs
 
 
 def main(argv: list[str]) -> int:
-    """Arguments `[OUT [STORAGE [PROCESSES]]]`. 0 when the file is written, else 2 with one line."""
-    out, storage, processes = [*argv, "", "", ""][:3]
+    """Arguments `[OUT [PROCESSES]]`. 0 when the file is written, else 2 with one line."""
+    out, processes = [*argv, "", ""][:2]
     path = Path(out or "local.json")
     # a batch script has SLURM_PROCID too, but no step: it is one process
     is_alone = "RANK" not in os.environ and os.environ.get("SLURM_STEP_NUM_TASKS", "1") == "1"
     try:
-        require(Path(storage).is_dir(), "storage", storage, "is no folder")
         require(path.suffix == ".json", "out", out, "must end in .json")
         require(not path.exists(), "out", path, "exists")
         require(path.absolute().parent.is_dir(), "out", path, "its folder does not exist")
         if is_alone:  # torch is not imported yet
-            _become_torchrun(path, storage)
-        _measure(path, Path(storage), int(processes or "0"))
+            _become_torchrun(path)
+        _measure(path, int(processes or "0"))
     except ValueError as error:
         print_refusal(error, "trilane: ")
         return 2
     return 0
 
 
-def _become_torchrun(path: Path, storage: str) -> None:
+def _become_torchrun(path: Path) -> None:
     import torch
 
     from trilane_engine.world import own_device
@@ -54,11 +53,11 @@ def _become_torchrun(path: Path, storage: str) -> None:
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"
         processes = PROCESSES
     ranks = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={cards or 2}"]
-    this = ["-m", "trilane_engine.bench.__main__", str(path), storage, str(processes)]
+    this = ["-m", "trilane_engine.bench.__main__", str(path), str(processes)]
     replace_by(python(*ranks, *this))
 
 
-def _measure(path: Path, storage: Path, processes: int) -> None:
+def _measure(path: Path, processes: int) -> None:
     import torch
 
     from trilane_engine import world as worlds
@@ -67,7 +66,7 @@ def _measure(path: Path, storage: Path, processes: int) -> None:
     worlds.from_slurm(os.environ)
     context = _context_bytes()
     world = worlds.start_process_group("fp32")
-    cluster = measured(world, context, path.stem, storage, processes)
+    cluster = measured(world, context, path.stem, processes)
     if world.is_first:
         write_json(path, to_mapping(cluster))
     torch.distributed.destroy_process_group()
@@ -90,15 +89,13 @@ def _context_bytes() -> float:
     return float(psutil.Process().memory_info().rss)
 
 
-def measured(world: Any, context: float, name: str, folder: Path, processes: int = 0) -> Cluster:
+def measured(world: Any, context: float, name: str, processes: int) -> Cluster:
     """The cluster: medians over ranks, which may stand for `processes` on one host. Collective."""
     import psutil
     import torch
 
-    from trilane_engine.bench import storage
     from trilane_engine.bench.rates import of_device
-    from trilane_engine.report import print_note
-    from trilane_engine.world import core_numbers, error_text, gather_values
+    from trilane_engine.world import core_numbers, gather_values
 
     hosts = gather_values(world, platform.node())
     counts = Counter(hosts)
@@ -114,13 +111,6 @@ def measured(world: Any, context: float, name: str, folder: Path, processes: int
     if world.is_first or not processes:  # where ranks stand for others only the first measures
         own |= of_device(world.device)
     own |= _links(world, hosts, processes)
-    saved: dict[str, Any] = {}
-    try:
-        saved, how = storage.measure(world, folder, len(counts))
-    except OSError as error:
-        how = f"not measured: {folder}: {error_text(error)}"
-        if world.is_first:
-            print_note(f"storage is {how}")
     every = gather_values(world, own)
     facts = {}
     for field in every[0]:
@@ -136,10 +126,10 @@ def measured(world: Any, context: float, name: str, folder: Path, processes: int
         if host == hosts[0]:
             cores |= numbers
     facts |= {"cores_per_node": len(cores), "gpus_per_node": processes or of_host}
-    facts |= {"max_nodes": len(counts), **saved}
+    facts["max_nodes"] = len(counts)
     ranks = f"median of {1 if processes else world.size} ranks by `trilane measure machine`"
     source = f"measured on {text} at {date.today().isoformat()}, {ranks}"
-    return _cluster(name, world.device, facts, {"all": source, "storage": how})
+    return _cluster(name, world.device, facts, {"all": source})
 
 
 def _links(world: Any, hosts: list[str], processes: int) -> dict[str, float]:
