@@ -43,7 +43,7 @@ BESIDE = ("trilane_engine", "trilane_diagnose")
 # What is counted: the aim, and what stands today.
 TOKENS = {
     "trilane": (118_000, 154_400),
-    "trilane_engine": (46_000, 47_400),
+    "trilane_engine": (46_000, 46_600),
     "trilane_diagnose": (31_000, 30_200),
     "tests": (140_000, 147_100),
 }
