@@ -1,20 +1,17 @@
 """Incident: one verdict on a failure from logs, stacks, Flight Recorder and SLURM's accounting."""
 
 import csv
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from trilane.logs.endings import Level
-from trilane.logs.run import RunLog, read_logs
+from trilane.logs.run import RunLog, read_logs, read_run_folder
 from trilane.slurm import attempt
-from trilane.utils.files import natural
-from trilane.utils.numbers import ranges
 from trilane.utils.tables import Record
 from trilane.utils.validation import require, require_folder
-from trilane.workspace.status import RunStatus, Status, known_status, verdict
-from trilane_diagnose.hang import Verdict, diagnose_hang
+from trilane.workspace.status import Status
+from trilane_diagnose.hang import diagnose_hang
 
 LOGS = (".log", ".out", ".err", ".gz")
 Row = dict[str, str]  # of SLURM's accounting
@@ -38,7 +35,8 @@ def read_incident(folder: Path) -> Incident:
     """The incident in a run folder, or in any folder of copied files; ValueError where nothing in
     it can be read.
 
-    SLURM's accounting is what `sacct --parsable2` printed into a file of the folder.
+    SLURM's accounting is what `sacct --parsable2` printed into a file of a folder of copies; the
+    last row with a reason counts.
     """
     require_folder("folder", folder)
     logs, accounts = _read_files(folder)
@@ -50,20 +48,23 @@ def read_incident(folder: Path) -> Incident:
         except ValueError:
             hang = None
     rule = "holds no log, dump or output of `sacct --parsable2` that can be read"
-    require(bool(logs or accounts or hang or known_status(folder)), "folder", folder, rule)
-    end = _end(folder, logs, accounts, hang)
-    lines = tuple(_verdict(end, hang))
-    return Incident(status=end.status, verdict=lines, hang=hang.to_json() if hang else None)
+    require(bool(logs or accounts or hang), "folder", folder, rule)
+    status, lines = _end(logs, accounts)
+    if hang and hang.suspects and status is Status.UNFINISHED:
+        status = Status.HANG
+        lines = [f"{status}: by its stacks"]
+    if hang and hang.paragraph not in lines[0]:
+        lines.insert(1, hang.paragraph)
+    return Incident(status=status, verdict=tuple(lines), hang=hang.to_json() if hang else None)
 
 
 def _read_files(folder: Path) -> tuple[list[RunLog], list[Row]]:
     """The last run of each log in the folder, and the rows of SLURM's accounting."""
-    paths = [*folder.rglob("*")]
     if (folder / "plan.json").is_file():
-        paths = [*folder.glob("*"), *folder.glob("ranks/*.log")]
+        return [read_run_folder(folder)], []
     logs: list[RunLog] = []
     accounts: list[Row] = []
-    for path in sorted(filter(Path.is_file, paths)):
+    for path in sorted(filter(Path.is_file, folder.rglob("*"))):
         try:
             with path.open(encoding="utf-8", errors="replace") as file:
                 head = file.readline(1 << 14)
@@ -76,60 +77,38 @@ def _read_files(folder: Path) -> tuple[list[RunLog], list[Row]]:
     return logs, accounts
 
 
-def _end(folder: Path, logs: list[RunLog], accounts: list[Row], hang: Verdict | None) -> RunStatus:
-    """How it ended, by the rules for runs (workspace/status.py)."""
-    # of several logs the one whose ending is the strongest, then the one that got furthest
-    log = min(
-        logs,
-        key=lambda log: (not log.status.has_failed, _level(log), -(log.last_iteration or 0)),
-        default=None,
-    )
-    # of several jobs the last counts, of one its steps, which name the node
-    scheduler = None
-    cancelled = None
-    for row in sorted(accounts, key=lambda row: natural(str(row.get("JobID")))):
+def _end(logs: list[RunLog], accounts: list[Row]) -> tuple[Status, list[str]]:
+    """How it ended, in lines: SLURM's reason first; a cancellation counts only without another
+    reason, since who cancels has one.
+    """
+    cancelled = ""
+    for row in reversed(accounts):
         state = str(row.get("State"))
         status = attempt.REASONS.get(state.partition(" ")[0])
-        evidence = f"job {row.get('JobID')}: {state} on {row.get('NodeList') or 'its nodes'}"
-        # a cancellation counts only without another reason: who cancels has one
+        line = f"{status}: job {row.get('JobID')}: {state} on {row.get('NodeList')}"
         if status is Status.CANCELLED:
-            cancelled = attempt.status_of(status, evidence)
+            cancelled = line
         elif status:
-            scheduler = attempt.status_of(status, evidence)
-    otherwise = attempt.status_of(Status.UNFINISHED, log.evidence if log else "")
-    if log and (log.status.is_clean or log.status.has_failed):
-        # who reports a time-out, or that another is gone, is not who began it
-        rank = None if _level(log) >= Level.CONSEQUENCE else log.rank
-        otherwise = attempt.status_of(log.status, log.evidence)
-        otherwise = replace(otherwise, rank=rank, exclude=log.exclude)
-    elif hang and hang.suspects:
-        otherwise = attempt.status_of(Status.HANG, "by its stacks")
-    elif cancelled:
-        otherwise = cancelled
-    written = known_status(folder)
-    return verdict(code=None, written=written, scheduler=scheduler, otherwise=otherwise)
+            return status, [line]
+    # of several logs the one whose ending is the strongest, then the one that got furthest
+    for log in sorted(logs, key=lambda log: (_level(log), -(log.last_iteration or 0))):
+        if log.status is not Status.UNFINISHED:
+            where = ""
+            # who reports a time-out, or that another is gone, is not who began it
+            if log.rank is not None and _level(log) < Level.CONSEQUENCE:
+                where = f" on rank {log.rank}"
+            lines = [f"{log.status}{where}: {log.evidence}"]
+            if log.exclude:
+                lines.append(f"for the next submission: --exclude={log.exclude}")
+            return log.status, lines
+    if cancelled:
+        return Status.CANCELLED, [cancelled]
+    evidence = logs[0].evidence if logs else ""
+    line = "cannot be determined from these files: why it ended, or whether it runs"
+    return Status.UNFINISHED, [f"{line}; last line: {evidence}"]
 
 
 def _level(log: RunLog) -> int:
     """The level of the ending that a log's status was taken from."""
     levels = [int(ending.level) for ending in log.endings if ending.evidence == log.evidence]
     return min(levels, default=99)  # after all levels
-
-
-def _verdict(end: RunStatus, hang: Verdict | None) -> Iterator[str]:
-    """What happened, which rank began it, and what cannot be told."""
-    where = f" on rank {end.rank}" if end.rank is not None else ""
-    if end.status is Status.UNFINISHED:
-        line = "cannot be determined from these files: why it ended, or whether it runs"
-        yield f"{line}; last line: {end.evidence}"
-    else:
-        yield f"{end.status}{where}: {end.evidence}"
-    if hang and hang.paragraph not in end.evidence:
-        yield hang.paragraph
-    if hang and end.rank is not None and hang.suspects and end.rank not in hang.suspects:
-        line = f"its log names rank {end.rank}, stacks {ranges(hang.suspects)}"
-        yield f"{line}: which began it cannot be determined"
-    if not hang and end.rank is None and end.status.has_failed:
-        yield "which rank began it cannot be determined: there are no stacks"
-    if end.exclude:
-        yield f"for the next submission: --exclude={end.exclude}"

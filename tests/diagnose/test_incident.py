@@ -29,7 +29,7 @@ TRACEBACK = "[rank12]: Traceback (most recent call last):\n[rank12]: ValueError:
     [
         (
             "srun: error: gpu3: task 3: Killed\n",
-            f"7.0|OUT_OF_MEMORY|{END}|0:125|gpu3\n7|OUT_OF_MEMORY|{END}|0:125|gpu[1-4]\n",
+            f"7|OUT_OF_MEMORY|{END}|0:125|gpu[1-4]\n7.0|OUT_OF_MEMORY|{END}|0:125|gpu3\n",
             "host memory: job 7.0",
         ),
         (TRACEBACK, f"7|CANCELLED by 1000|{END}|0:0|gpu3\n", "crashed on rank 12"),
