@@ -26,11 +26,8 @@ from trilane.utils.validation import to_mapping
 # direction of writing.
 WORDS = {
     "line end": "v100\ntouch canary",
-    "carriage return": "v100\rtouch canary",
-    "next line": "v100\x85touch canary",
     "NUL": "v100\0",
     "substitution": "$(touch canary)",
-    "two commands": "v100;touch canary",
     "directive": "v100\n#SBATCH --wrap=x",
     "option": "--wrap=x",
     "escape": "\x1b]0;owned\x07v100",
@@ -148,10 +145,7 @@ FILES = {
     "UTF-16": '{"label": "a"}'.encode("utf-16"),
     "NUL": b'{"label": "a\0"}',
     "empty": b"",
-    "cut off": b'{"label": "x", "shape": {"num_lay',
     "one line": b"x" * 5_000_000,
-    "a list": b"[1]",
-    "null": b"null",
     "an escape as a key": b'{"\\u001b]0;owned\\u0007": 1}',
     "half a character": b'{"label": "\\ud800"}',
 }
@@ -230,18 +224,13 @@ LABELS = {
 PLANS = {
     **{f"label {name}": ("label", value) for name, value in LABELS.items()},
     "source": ("data.source", "a\ntouch canary"),
-    "tokenizer": ("data.tokenizer", "-x"),
-    "folder": ("data.folder", "x\0"),
     "blend": (
         "data.blend",
         [{"source": "$(touch canary)\n", "weight": 1}, {"source": "b", "weight": 1}],
     ),
     "engine": ("engine", "$(touch canary)"),
     "hidden 2^40": ("shape.hidden_size", 1 << 40),
-    "heads as text": ("shape.num_attention_heads", "4"),
-    "a shape that is a list": ("shape", []),
     "endless ramp": ("run.ramp", {"start": 1, "increment": 1, "samples": 1 << 80}),
-    "rate of 400 digits": ("optimizer.lr", 10**400),
     "cluster's name": ("cluster.name", "a\x1b[2Jb"),
     "unknown": ("$(touch canary)", 1),
 }
@@ -272,17 +261,10 @@ CHAIN = "slurm submit folder --site generic"  # of the file folder/chain.json
 # a command, of which X is a file, and what that holds
 CASES: dict[str, tuple[str, Any]] = {
     "infinite": ("plan show X", GOOD.replace('"adam_eps": 1e-08', '"adam_eps": 1e400')),
-    "NaN": ("plan show X", GOOD.replace('"adam_eps": 1e-08', '"adam_eps": NaN')),
     "a key twice": ("plan show X", GOOD.replace("{", '{"label": "other", ', 1)),
-    "local folder": ("slurm script plan.json --site X", site_with("local", "/tmp\ntouch canary")),
     "bandwidth": (f"{SEARCH} --cluster X", {**H200, "network_bytes_per_s": 0}),
-    "nodes": (f"{SEARCH} --cluster X", {**H200, "max_nodes": 1 << 70}),
     "risk": ("plan calendar plan.json --tokens 1e9 --risks X", {"spare_nodes": -1}),
     "calibration": ("plan show plan.json --calibration X", {"matmul": 1e300}),
-    "constants of a plan": (
-        "plan show X",
-        {**small_plan().to_json(), "calibration": {"name": "\x1b[2J", "hash": 1}},
-    ),
     "their name": (
         "plan show X",
         {
@@ -293,15 +275,10 @@ CASES: dict[str, tuple[str, Any]] = {
     "two of one label": (SWEEP, [small_plan().to_json()] * 2),
     "a plan among plans": ("plan show X:$(id)", {"plans": [small_plan().to_json()]}),
     "a way out of a chain": (CHAIN, {"site": "local", "links": ["../a"]}),
-    "an option in a chain": (CHAIN, {"site": "local", "links": ["-a"]}),
-    "a chain without list": (CHAIN, {"site": "local", "links": {}}),
     "time": (f"{SCRIPT} --time-limit '1:00:00\n#SBATCH --wrap=x'", ""),
     "endless time": (f"{SCRIPT} --time-limit {'9' * 5000}:00:00", ""),
-    "site": ("slurm script plan.json --site 'generic\x1b[2J'", ""),
     "template": (f"{SCRIPT} --template ../parts/directives", ""),
-    "stages": (f"slurm chain plan.json new --site generic --stages {'9' * 5000}:1:1", ""),
     "shape": (f"plan show --cluster h200 --gbs 8 --shape {'9' * 5000},1,1,1,1", ""),
-    "tokens": (f"plan calendar plan.json --tokens {'9' * 5000}T", ""),
     "cluster": ("plan show --shape 6,64,4,32,384 --gbs 8 --cluster ../../etc/passwd", ""),
     "command": ("slurm 'sub\x1b[2Jmit'", ""),
     "a formula as the header": ("plan backtest X.csv", "=HYPERLINK(1)\n1\n"),

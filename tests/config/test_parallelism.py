@@ -51,31 +51,3 @@ def test_three_groups_of_a_node_of_8_lie_across_two_nodes() -> None:
         "tp=3: a tensor-parallel group must stay inside"
     )
     assert invalid_reason(shape, one_node, A100) is None
-
-
-WORDS = {
-    "zero": (1, 2, 3),
-    "recompute": ("selective", "full", "operators", "block"),
-    "recompute_layers": (1, 25),
-}
-WORDS |= {
-    "interleaving": (2, 5),
-    "first_stage_layers": (1, 24),
-    "last_stage_layers": (2,),
-    "shards": (2, 3),
-}
-WORDS |= {
-    "precision": ("fp16", "bf16", "fp8"),
-    "offload": ("optimizer", "full"),
-    "attention": ("scores",),
-}
-WORDS |= {
-    name: (True,)
-    for name in ("sequence_parallel", "offload_checkpoints", "overlap_tp", "fp32_gradients")
-}
-WORDS |= {
-    "overlap_grad_reduce": (True,),
-    "overlap_param_gather": (True,),
-    "partition": (EMBED,),
-    "adam": ("torch",),
-}

@@ -17,11 +17,8 @@ from trilane.config.training import Optimizer
     [
         (50, 0.5),
         (100, 1.0),
-        (350, 0.8681980),
         (600, 0.55),
-        (850, 0.2318020),
         (1100, 0.1),
-        (5000, 0.1),
     ],
 )
 def test_the_rate_is_that_of_megatrons_cosine(samples: int, rate: float) -> None:

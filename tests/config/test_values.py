@@ -15,7 +15,7 @@ from trilane.config.cluster import Cluster, cluster
 from trilane.config.model import ModelShape, padded_vocab_size, parse_shape
 from trilane.config.parallelism import Topology
 from trilane.config.plan import Plan, plan_from_json, read_plan
-from trilane.config.training import Data, Dropout, Optimizer, Part, Run
+from trilane.config.training import Data, Optimizer, Run
 from trilane.utils.validation import from_mapping
 
 SMALL = ModelShape(
@@ -104,9 +104,7 @@ HF = {"engine": "hf-zero3", "shape": BLOOM}
 EVEN = "type:transformer|embedding"
 BAD_TOPOLOGIES = [  # fields of the topology, of the plan beside it, and how the line begins
     ({"tp": 0}, {}, "tp=0: must be a whole number of at least 1"),
-    ({"pp": 3}, {}, "pp=3: stages (times interleaving) must share the layers evenly: 3 must"),
     ({"zero": 1}, ZERO | {"run": Run(fused="te")}, "run.fused=te: engine deepspeed-zero has no"),
-    ({"tp": 2}, {"run": Run(fused="layer")}, "run.fused=layer: compiles"),
     (
         {"precision": "fp8"},
         {"cluster": cluster("dgx-h100"), "shape": replace(SMALL, ffn_hidden_size=1000)},
@@ -114,30 +112,16 @@ BAD_TOPOLOGIES = [  # fields of the topology, of the plan beside it, and how the
     ),
     ({"zero": 3}, HF, "attention=fused: engine hf-zero3 writes the scores of"),
     (
-        {"zero": 3, "attention": "scores"},
-        HF | {"dropout": Dropout(hidden=0.1)},
-        "dropout.hidden=0.1: engine hf-zero3 drops hidden values in GPT-2 alone",
-    ),
-    ({"pp": 2, "last_stage_layers": 1, "partition": EVEN}, {}, f"partition={EVEN}: contradicts"),
-    ({"pp": 6, "zero": 1, "partition": EVEN}, {"engine": "deepspeed-3d"}, "pp=6: engine deep"),
-    (
         {"gbs": 8, "pp": 2, "interleaving": 2},
         {"run": Run(ramp=Ramp(start=2, increment=3, samples=9))},
         "ramp=5: every batch size must be a multiple of mbs x dp = 1 x 1, times pp=2",
-    ),
-    (
-        {"tp": 8},
-        {"shape": replace(SMALL, num_attention_heads=64, num_key_value_heads=1)},
-        "tp=8: must divide the channels of queries, keys and values: 132",
     ),
     (
         {"precision": "bf16"},
         {"cluster": cluster("jz-v100-32g")},
         "precision=bf16: V100-32GB has no bf16 matrix units",
     ),
-    ({}, {"label": "a/b"}, "label='a/b': must be a plain folder name"),
     ({}, {"run": Run(eval_interval=5, eval_iters=1)}, "eval_interval=5: needs a share"),
-    ({}, {"run": Run(train_iters=10**12)}, f"train_iters={10**12}: means more samples"),
 ]
 
 
@@ -150,17 +134,10 @@ def test_a_topology_or_a_plan_that_cannot_be_is_one_clear_line(topology, rest, m
 
 BAD = [
     (lambda: replace(cluster("jz-a100-80g"), latency_s=math.nan), "cluster.latency_s=nan: must"),
-    (lambda: Data(blend=(Part(source="mock", weight=1),)), "data.blend=mock: needs source="),
     (lambda: Data(source="blend"), "data.blend=empty: needs at least two sources"),
-    (lambda: Part(source="mock", weight=0), "data.blend weight of mock=0: must be a number"),
-    (lambda: Data(source="a/" + "b" * 241), f"data.source=a/{'b' * 241}: must have at most"),
     (lambda: Data(split="949"), "data.split=949: must be shares of"),
-    (lambda: Data(split="nan,1,1"), "data.split=nan,1,1: must be shares of"),
     (lambda: Optimizer(lr=-1.0), "lr=-1.0: must be above 0"),
-    (lambda: Dropout(hidden=1.0), "dropout.hidden=1.0: must be below 1"),
     (lambda: Run(skip="٣-٤"), "skip=٣-٤: must be ranges of iterations, such as"),
-    (lambda: Run(skip="5-6-7"), "skip=5-6-7: must be ranges of iterations, such as"),
-    (lambda: Run(skip="5-9,9-12"), "skip=5-9,9-12: iterations are counted from 1, ranges must"),
     (lambda: from_mapping(Cluster, {"name": "x"}, "cluster"), "cluster.gpu=missing: is required"),
     (lambda: parse_shape("70,14336"), "shape=70,14336: must be five whole numbers"),
     (

@@ -38,12 +38,10 @@ def test_what_cannot_be_replaced_stays_and_no_temporary_file_is_left(
     [
         b'{"a": ',
         b'{"a": "\xe2\x82',
-        b"[1]",
-        b"\x80\x03garbage",
         b"[" * 100_000,
         b'{"a": ' + b"9" * 5000 + b"}",
     ],
-    ids=["cut", "half a character", "list", "binary", "deep", "huge number"],
+    ids=["cut", "half a character", "deep", "huge number"],
 )
 def test_a_damaged_line_is_left_out_and_the_others_are_read(damage: bytes, tmp_path: Path) -> None:
     """A crash leaves NULs, behind which the next attempt appends."""

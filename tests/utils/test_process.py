@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from support import REPOSITORY, plant_modules
 
-from trilane.utils.process import environment, held_port, python, run
+from trilane.utils.process import held_port, python, run
 
 
 def started() -> tuple[set[str], set[str]]:
@@ -50,18 +50,6 @@ def test_no_command_of_lib_or_a_job_script_runs_what_lies_in_the_current_folder(
         )
     assert not trace.exists(), trace.read_text()
     assert not [d.stderr for d in done if "No module named" in d.stderr or d.returncode == 124]
-
-
-def test_a_socket_fits_below_a_long_TMPDIR_in_a_folder_of_this_user_alone(tmp_path: Path) -> None:
-    """Of a socket's path 107 bytes count: multiprocessing's own fails there otherwise."""
-    code = (
-        "from multiprocessing.connection import Listener; a = Listener(family='AF_UNIX').address; "
-    )
-    code += "import os; print(a, oct(os.stat(os.path.dirname(a)).st_mode))"
-    done = run(python("-c", code), {"TMPDIR": str(tmp_path / ("x" * 100))})
-    address, mode = done.stdout.split()
-    assert Path(address).parents[1] == Path("/tmp") and mode == "0o40700", done.stderr
-    assert environment({"TMPDIR": f"/{'x' * 69}"})["TMPDIR"] != "/tmp"
 
 
 def test_a_held_port_goes_to_nobody_but_the_store_that_it_was_held_for() -> None:

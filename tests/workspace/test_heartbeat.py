@@ -13,8 +13,6 @@ from pathlib import Path
 import pytest
 from support import wait_until
 
-from trilane.launch.outcome import last_log
-from trilane.utils.validation import HostError
 from trilane.workspace import heartbeat
 from trilane.workspace.heartbeat import (
     RECORD,
@@ -29,7 +27,6 @@ from trilane.workspace.heartbeat import (
     remove_records,
     start_id,
 )
-from trilane.workspace.status import Status
 
 ENV = {"SLURM_JOB_ID": "77", "SLURM_STEP_ID": "0", "SLURM_NODEID": "3"}
 
@@ -90,18 +87,6 @@ def test_no_other_run_start_or_node_on_the_same_machine_is_mixed_up(
     assert [own_beats(folder, env)[0].step for folder, env in others] == [0, 1, 2, 3]
     assert own_beats(tmp_path / "run", ENV)[0].step == 4
     assert start_id(ENV) == start_id(ENV | {"SLURM_NODEID": "4"})
-
-
-def test_a_node_whose_memory_is_full_ends_the_rank_with_one_line_that_leaves_nothing(
-    tmp_path: Path, base: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A status "file system", as its words are those of the table of endings."""
-    monkeypatch.setattr(heartbeat.os, "write", lambda *_: 0)
-    with pytest.raises(HostError, match=r"^heartbeat=.*: No space left on device; ") as refusal:
-        create_record(tmp_path, ENV, 0)
-    assert not list(base.iterdir())
-    (tmp_path / "run.log").write_text(f"rank 3 on n1: {refusal.value}\n")
-    assert last_log(tmp_path).status is Status.FILE_SYSTEM
 
 
 def test_a_rank_counts_as_running_until_it_is_killed(tmp_path: Path, base: Path) -> None:

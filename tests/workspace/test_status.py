@@ -29,8 +29,6 @@ def test_a_status_on_a_full_disk_is_not_half_written(
     [
         "",
         '{"status": 3, "evidence": "", "rank": null, "exit_code": 0, "seconds": 0}',
-        '{"status": "completed", "evidence": 1, "rank": null, "exit_code": 0, "seconds": 0}',
-        '{"status": "completed", "evidence": "", "rank": null, "exit_code": 0, "seconds": "\0',
     ],
 )
 def test_a_damaged_status_is_named_in_one_line_and_counts_as_none(
@@ -41,21 +39,3 @@ def test_a_damaged_status_is_named_in_one_line_and_counts_as_none(
         read_status(tmp_path)
     assert known_status(tmp_path) is None
     assert module.status_problem(tmp_path).startswith("status=")
-
-
-def test_a_run_that_waits_runs_completed_or_stopped_has_not_failed() -> None:
-    kinds = {
-        status: (status.is_active, status.is_clean, status.exit_code)
-        for status in Status
-        if not status.has_failed
-    }
-    active, clean = (
-        dict.fromkeys(("waiting", "running"), (True, False, 1)),
-        {"completed": (False, True, 0)},
-    )
-    assert kinds == {
-        "not submitted": (False, False, 1),
-        **active,
-        **clean,
-        "stopped": (False, True, 3),
-    }

@@ -66,8 +66,9 @@ def require_label(field: str, value: str) -> None:
 def require_known(field: str, value: str, known: Iterable[str]) -> None:
     """Raise ValueError with the nearest and all known names, unless `value` is one of them."""
     names = sorted(known)
-    rule = with_nearest(f"known: {', '.join(names)}", value, names)
-    require(value in names, field, value, rule)
+    if value not in names:
+        rule = with_nearest(f"known: {', '.join(names)}", str(value)[:300], names)
+        require(False, field, value, rule)
 
 
 def with_nearest(rule: str, name: str, known: Iterable[str]) -> str:
