@@ -11,7 +11,6 @@ import pytest
 from support import small_plan
 from test_collect import DUMP, MEMORY, arguments
 from test_log_dialects import m2021
-from test_run import log_text
 
 from trilane.analysis.collect import read_folder
 from trilane.analysis.tables import markdown
@@ -34,9 +33,11 @@ def folder(tmp_path):
     ours = tmp_path / "study/runs/small"
     ours.mkdir(parents=True)
     (ours / "plan.json").write_text(json.dumps(small_plan(dp=2, train_iters=10).to_json()))
-    (ours / "run.log").write_text(
-        log_text().replace("(TFLOP/s/GPU): 1.5", "(TFLOP/s/GPU): 0.0")
-    )  # as a CPU prints
+    # as a CPU prints
+    lines = "".join(m2021(i, ms=200.0 + i, loss=6 - i / 10) for i in range(1, 11))
+    rate = " | throughput per GPU (TFLOP/s/GPU): 0.0 | lm loss"
+    memory = "(after 1 iterations) memory (MB) | allocated: 100.0 | max allocated: 512.0\n"
+    (ours / "run.log").write_text(lines.replace(" | lm loss", rate) + memory)
     (tmp_path / "a.out").write_text(DUMP + MORE + "".join(map(m2021, range(1, 11))) + MEMORY)
     (tmp_path / "b.log").write_text(DUMP + MORE + OOM)
     os.utime(tmp_path / "b.log", (0, 0))

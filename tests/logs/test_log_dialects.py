@@ -11,7 +11,7 @@ import pytest
 
 from trilane.cli.app import main
 from trilane.logs import dialects as tables
-from trilane.logs.run import read_log, read_logs
+from trilane.logs.run import read_log
 from trilane.utils.validation import DATA
 
 M2021 = " iteration {i:8d}/{n:8d} | consumed samples: {c:12d} | elapsed time per iteration (ms): {ms:.1f} | learning rate: 1.000E-04 | global batch size: {b:5d} | lm loss: {loss:.6E} | loss scale: 1024.0 | grad norm: 1.250 | number of skipped iterations: {k:3d} | number of nan iterations:   0 |\n"
@@ -176,19 +176,14 @@ def test_a_table_of_ones_own_reads_its_lines(tmp_path, keys, text, expected):
     assert [[None if x != x else x for x in row] for row in rows] == expected
 
 
-def test_a_table_names_launches_evaluations_and_the_end(tmp_path):
+def test_a_table_names_evaluations_and_the_end(tmp_path):
     own(
         tmp_path,
-        launch=["our run begins"],
         validation=["held out (?P<lm_loss>[\\d.]+)"],
         end=["we are done"],
     )
-    (tmp_path / "a.log").write_text(
-        2 * "our run begins\nupdate 7 of 9 took 5\nheld out 2.25\nwe are done\n"
-    )
-    for log in (runs := read_logs(tmp_path / "a.log")):
-        assert (log.status, log.validation.to_numpy().tolist()) == ("completed", [[7, 2.25]])
-    assert len(runs) == 2
+    log = read(tmp_path, "update 7 of 9 took 5\nheld out 2.25\nwe are done\n")
+    assert (log.status, log.validation.to_numpy().tolist()) == ("completed", [[7, 2.25]])
 
 
 BAD = [

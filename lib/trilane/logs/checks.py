@@ -1,12 +1,11 @@
 """Checks: numbers of a run that cannot be right; and units that other numbers correct."""
 
 import math
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 import numpy as np
 
-from trilane.logs.arguments import Value
 from trilane.logs.table import NAN, Columns
 
 MOST_NUMBER = 1e15  # of an iteration; a larger one is damaged
@@ -25,8 +24,6 @@ BOUNDS = {
 BY_MEDIAN = ("sec_per_it", "flops_per_s_per_gpu")  # as any iteration may wait
 # Columns without influence on how long an iteration takes, or what it computes.
 HARMLESS = ("lm_loss", "grad_norm", "learning_rate", "mfu")
-# names of the batch among arguments
-BATCH = ("deepspeed.train_batch_size", "total_train_batch_size", "train_batch_size")
 ROUNDED = 1e12  # FLOP/s: programs print tenths of a TFLOP/s; below one, rounding decides
 # seconds of an iteration that are plausible, where samples per second contradict them
 SHORT_S = 0.01
@@ -45,7 +42,7 @@ class Problem:
         return f"{self.column}: {self.message}"
 
 
-def problems(columns: Columns, arguments: Mapping[str, Value]) -> Iterator[Problem]:
+def problems(columns: Columns) -> Iterator[Problem]:
     """The problems of a run."""
     if "iteration" not in columns:
         return
@@ -63,37 +60,6 @@ def problems(columns: Columns, arguments: Mapping[str, Value]) -> Iterator[Probl
     for name in ("consumed_samples", "consumed_tokens"):
         if name in columns and (np.diff(columns[name]) < 0).any():
             yield Problem(rule="jumps-back", column=name, message="falls")
-    yield from _rates(columns, arguments)
-
-
-def _rates(columns: Columns, arguments: Mapping[str, Value]) -> Iterator[Problem]:
-    """Printed rates that batch and seconds contradict."""
-
-    def of(name: str, *others: str) -> np.ndarray | float:
-        """The column, else the first of these arguments that is a number above zero."""
-        if name in columns:
-            return columns[name]
-        for argument in (name, *others):
-            value = arguments.get(argument)
-            if isinstance(value, int | float) and 0 < value < math.inf:
-                return float(value)
-        return NAN
-
-    batch = of("global_batch_size", *BATCH)
-    tokens = columns.get("tokens_per_batch", batch * of("seq_length", "encoder_seq_length"))
-    rates = {
-        "samples_per_second": batch,
-        "tokens_per_second": tokens,
-        "tokens_per_gpu_per_second": tokens / of("world_size"),
-    }
-    for name, amount in rates.items():
-        if name in columns:
-            with np.errstate(divide="ignore", invalid="ignore"):
-                ratios = (columns[name] * of("sec_per_it") / amount)[1:]  # the first has the start
-            ratio = median(ratios[ratios > 0])
-            if ratio < 1 / AGREE or ratio > AGREE:
-                text = f"{ratio:.3g} times what batch and seconds give"
-                yield Problem(rule="rate", column=name, message=text)
 
 
 def of_card(printed: float, computed: Collection[float], peak: float) -> Iterator[Problem]:

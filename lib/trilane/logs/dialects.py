@@ -48,7 +48,7 @@ FIELD = (  # a name, and a number that is no part of a longer one, of a time or 
     + rb")([KMGBTP](?=FLOPS|(?![A-Za-z])))?(?![\d.]|:\d|[eE][-+]?(?:\W|$))"
 )
 MAX_LINE = 1 << 13  # bytes: patterns may take time that grows with the square of a line's length
-PATTERNS = ("iteration", "validation", "memory", "launch", "end")
+PATTERNS = ("iteration", "validation", "memory", "end")
 NEEDED = {"iteration": "iteration", "validation": "lm_loss"}  # a group of each of these patterns
 
 
@@ -93,7 +93,6 @@ class Dialect:
     fields: dict[str, str] = field(default_factory=dict)
     validation: tuple[str, ...] = ()
     memory: tuple[str, ...] = ()
-    launch: tuple[str, ...] = ()
     end: tuple[str, ...] = ()
     lines: str = ""
     first_iteration: int = 1

@@ -179,7 +179,7 @@ def _finish(run: PartialRun, path: Path) -> RunLog:
         collectives=tuple(run.watchdogs.lines(places.world)) if status.has_failed else (),
         own=tuple(dict.fromkeys(run.own)),
         notes=tuple(filter(None, notes)),
-        problems=tuple(checks.problems(columns, run.arguments)),
+        problems=tuple(checks.problems(columns)),
     )
 
 

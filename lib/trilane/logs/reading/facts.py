@@ -125,8 +125,8 @@ class Facts:
         run.places.has_launchers |= bool(LAUNCHERS.search(line))
         was_open = self.traceback > 0
         raised = self._raised(line, run)
-        is_ignored = self._ignored and (was_open or self.traceback > 0)
-        self._ignored = is_ignored and self.traceback > 0
+        is_ignored = self._ignored
+        self._ignored &= self.traceback > 0
         if b"Exception ignored in" in line:  # raised by a destructor
             self._ignored = True
             self.traceback = max(self.traceback, 1)

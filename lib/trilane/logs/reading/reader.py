@@ -197,10 +197,7 @@ class Reader:
 
     def _around(self, line: bytes, dialect: Dialect) -> bool:
         """Read a line of that dialect that is no iteration; whether it is one."""
-        if dialect.matches("launch", line):
-            self._end()
-            self._runs.launch()
-        elif dialect.matches("end", line):
+        if dialect.matches("end", line):
             self._end()
             level = endings.Level.PLANNED
             self.run.add_ending(endings.reported(level, Status.COMPLETED, line, self.run.rows))
