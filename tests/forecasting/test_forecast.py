@@ -225,6 +225,7 @@ def command(tmp_path, capsys):
             "undone: such a run would undo most of its work, or lose ten times it",
         ),
         ("--checkpoint-minutes 0", "checkpoint_minutes=0.0: must be a number above zero"),
+        ("--spare-nodes 5", "spare_nodes=5: must be at most 4, the nodes that the jobs leave free"),
         ("--runs 1000000000", "runs=1000000000: must be at most 100000"),
     ],
 )

@@ -35,10 +35,16 @@ Json = dict[str, Any]  # a JSON object
 class Forecast(Table):
     """What follows from a request; it shows itself as a table of date, days, GPU-hours and money.
 
-    ValueError of what is simulated where interruptions leave no progress.
+    ValueError where more spare nodes are asked for than the jobs leave free; of what is simulated,
+    where interruptions leave no progress.
     """
 
     request: ForecastRequest
+
+    def __post_init__(self) -> None:
+        asked = self.request.risks.spare_nodes or 0
+        rule = f"must be at most {self._free_nodes}, the nodes that the jobs leave free"
+        require(asked <= self._free_nodes, "spare_nodes", asked, rule)
 
     @property
     def nodes(self) -> int:
@@ -46,18 +52,22 @@ class Forecast(Table):
         plan = self.request.plan
         return math.ceil(plan.topology.gpus / plan.cluster.gpus_per_node)
 
+    @property
+    def _free_nodes(self) -> int:
+        """The nodes of the cluster that the jobs leave free."""
+        return max(0, self.request.plan.cluster.max_nodes - self.nodes)
+
     @cached_property
     def work(self) -> Work:
         """The pieces as the simulation takes them."""
         r = self.request
         iterations, same = r.pieces
-        free = max(0, r.plan.cluster.max_nodes - self.nodes)
         return Work(
             same=same,
             seconds=iterations * r.seconds[same],
             gpus=r.plan.topology.gpus,
             nodes=self.nodes,
-            spare_nodes=r.risks.spares_of(free),
+            spare_nodes=r.risks.spares_of(self._free_nodes),
         )
 
     @property
