@@ -10,7 +10,6 @@ import pytest
 from markup import HOSTILE
 
 from trilane.analysis.loss_curve import join
-from trilane.analysis.recalibrate import recalibrate
 from trilane.config.cluster import cluster
 from trilane.config.model import parse_shape
 from trilane.costmodel.pipeline import pipeline_schedule
@@ -101,7 +100,7 @@ def run(name, seconds, **timers):
 
 def test_phases_follow_each_other_and_what_no_timer_covers_ends_the_iteration():
     timers = {"forward_compute": 1.0, "backward_compute": 2.0, "optimizer": 0.5}
-    (axes,) = runs.phases([run("a", 4.0, **timers), run("b", 3.0)], recalibrate([])).axes
+    (axes,) = runs.phases([run("a", 4.0, **timers), run("b", 3.0)]).axes
     bars = [(bar.get_x(), bar.get_width()) for bar in axes.patches]
     assert bars == [(0, 25), (25, 50), (75, 12.5), (87.5, 12.5)]
-    assert isinstance(runs.phases([run("b", 3.0)], recalibrate([])), Text)
+    assert isinstance(runs.phases([run("b", 3.0)]), Text)

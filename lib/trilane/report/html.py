@@ -110,16 +110,14 @@ def without_places(text: str, study: Path) -> str:
 def _about(notebook: Any, executed: Path) -> dict[str, str]:
     """The foot of a report: name and text."""
     papermill = notebook.metadata.get("papermill", {})
-    parameters = papermill.get("parameters", {})
-    texts = [f"{name} = {value!r}" for name, value in parameters.items()]
-    date = str(papermill.get("end_time") or papermill.get("start_time") or "not recorded")
+    texts = [f"{name} = {value!r}" for name, value in papermill.get("parameters", {}).items()]
+    date = str(papermill.get("end_time") or "not recorded")
     made_by = {**stamp(), **notebook.metadata.get("trilane", {})}
-    words = "trilane {trilane}, revision {revision}, Python {python}"
     return {
         "executed": date[:16].replace("T", " "),
         "notebook": executed.stem,
-        "parameters": ", ".join(texts) or "as the notebook has them",
-        "made by": words.format(**made_by),
+        "parameters": ", ".join(texts),
+        "made by": "trilane {trilane}, revision {revision}, Python {python}".format(**made_by),
     }
 
 

@@ -16,7 +16,7 @@ from trilane.costmodel.predict import RISKY, SAFE
 from trilane.forecasting.request import TOKENS_PER_PARAMETER
 from trilane.planning.search_result import Candidate, SearchResult
 from trilane.planning.sizing import training_days
-from trilane.report.plots.interactive import Interactive, chart, tooltips
+from trilane.report.plots.interactive import Interactive, tooltips
 from trilane.report.plots.style import INK, LIMIT, plain
 from trilane.utils.numbers import chance, size_text, with_interval
 from trilane.utils.tables import grouped
@@ -66,7 +66,8 @@ def explorer(found: SearchResult, tokens: float = 0.0) -> Interactive:
     memory = _bars("Fullest stage's memory (GiB)", "memory", MEMORY)
     card = found.candidates[0].plan.cluster.gpu.memory_bytes / 2**30
     if card < 2 * max(row["gib"] for row in rows):
-        limit = chart([{"gib": card, "what": f"memory of the card: {card:.4g} GiB"}])
+        row = {"gib": card, "what": f"memory of the card: {card:.4g} GiB"}
+        limit = alt.Chart(alt.Data(values=[row]))
         limit = limit.mark_rule(color=LIMIT).encode(x="gib:Q", tooltip="what:N")
         memory = alt.layer(memory, limit)
     times = _bars("Time by part (s an iteration)", "times", TIMES)
@@ -188,7 +189,11 @@ def _speed(pick: Any) -> Any:
     legend = alt.Legend(orient="top", title="P(OOM)", titleOrient="left", symbolOpacity=1)
     colors = alt.Scale(domain=RISKS, range=[INK, "#7b8a97", LIMIT])
     color = alt.Color("risk:N", scale=colors, legend=legend)
-    base = chart(width=470, height=255, title="Speed and memory: pick a plan").encode(x=x)
+    base = (
+        alt.Chart()
+        .properties(width=470, height=255, title="Speed and memory: pick a plan")
+        .encode(x=x)
+    )
     bars = base.mark_rule(opacity=0.5).encode(y=alt.Y("lo:Q", **y), y2="hi:Q", color=color)
     titles = {"label": "plan", "id": "id", "gpus": "GPUs", "s": "seconds", "lo": "90 % from"}
     titles |= {"hi": "to", "gib": "GiB", "oom": "P(out of memory)"}
@@ -209,7 +214,12 @@ def _three(**properties: Any) -> Any:
     """A chart of the rows of the picked plan and of the pins, each as often as it is
     one of them.
     """
-    base = chart(**properties).transform_calculate(which=repr(SHOWN)).transform_flatten(["which"])
+    base = (
+        alt.Chart()
+        .properties(**properties)
+        .transform_calculate(which=repr(SHOWN))
+        .transform_flatten(["which"])
+    )
     return base.transform_filter("{picked: plan_id, A: a, B: b}[datum.which] == datum.id")
 
 
@@ -257,7 +267,7 @@ def _schedule() -> Any:
     """The passes of each stage of the picked plan to scale: a dashed line is a run of them, so that
     all are drawn.
     """
-    base = chart().transform_filter("datum.id == plan_id").transform_flatten([*RUN])
+    base = alt.Chart().transform_filter("datum.id == plan_id").transform_flatten([*RUN])
     base = base.transform_calculate(
         end="datum.start + datum.step * (datum.count - 1) + datum.length",
         microbatches="datum.first ? datum.first + ' to ' + (datum.first + datum.count - 1) : 'all'",

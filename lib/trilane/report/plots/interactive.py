@@ -5,7 +5,7 @@ paper.
 import base64
 import functools
 import io
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -63,15 +63,6 @@ class Interactive:
             "image/png": base64.b64encode(self.png).decode(),
             "text/plain": self.text,
         }
-
-
-def chart(rows: Iterable[Mapping[str, Any]] | None = None, **properties: Any) -> Any:
-    """An empty chart of these rows; without them, of those of the chart that it becomes
-    a part of.
-    """
-    if rows is None:
-        return alt.Chart().properties(**properties)
-    return alt.Chart(alt.Data(values=list(rows))).properties(**properties)
 
 
 def tooltips(titles: Mapping[str, str]) -> list[Any]:

@@ -1,7 +1,5 @@
 """Figures of planning: shapes by width and depth; of a backtest."""
 
-from typing import Any
-
 import numpy as np
 from matplotlib.figure import Figure
 
@@ -25,17 +23,13 @@ def shapes_and_efficiency(found: Proposals) -> Figure:
     layers = [shape.num_layers for shape in shapes]
     tflops = [proposal.tflops for proposal in found.rows]
     dots = axes.scatter(hidden, layers, c=tflops, cmap="Blues", s=46, edgecolors=INK, lw=0.6)
-    ring: Any = {"facecolors": "none", "edgecolors": COLORS[1], "linewidths": 2}
-    axes.scatter(hidden[:1], layers[:1], s=120, **ring)
+    axes.scatter(hidden[:1], layers[:1], s=120, facecolors="none", edgecolors=COLORS[1], lw=2)
     for number, shape in enumerate(shapes[:NAMED], 1):
-        look: Any = {"fontsize": 8, "zorder": 4, "textcoords": "offset points"}
-        look["weight"] = "bold" if number == 1 else "normal"
-        look["bbox"] = {"fc": "white", "ec": "none", "alpha": 0.7, "pad": 0.8}
         text = f"{number}: {shape.num_layers} × {shape.hidden_size}"
-        axes.annotate(text, (shape.hidden_size, shape.num_layers), (7, 5), **look)
+        place = (shape.hidden_size, shape.num_layers)
+        axes.annotate(text, place, (7, 5), textcoords="offset points", fontsize=8)
     axes.margins(0.08, 0.14)
-    bar = drawn.colorbar(dots, ax=axes, pad=0.02, label="TFLOP/s a GPU (predicted)")
-    bar.outline.set_visible(False)
+    drawn.colorbar(dots, ax=axes, pad=0.02, label="TFLOP/s a GPU (predicted)")
     heading = "Shapes of the target size (ring: the best)"
     finished(axes, heading, xlabel="hidden size", ylabel="layers")
     return drawn

@@ -43,39 +43,26 @@ def seconds_per_iteration(measurements: Sequence[Measurement]) -> Figure | Text:
     return drawn
 
 
-def phases(measurements: Sequence[Measurement], recalibration: Recalibration) -> Figure | Text:
-    """An iteration of each run: by the log's own timers, in their order, above the parts of its
-    calibrated prediction.
+def phases(measurements: Sequence[Measurement]) -> Figure | Text:
+    """An iteration of each run by the log's own timers, those of the printing rank, in their order.
 
     Each phase is the sum over the microbatches, which in truth alternate.
     """
-    measured = {}
+    rows = {}
     for run in measurements:
         seconds = measure.phases(run)
         if seconds:
             rest = max(run.sec_per_it - sum(seconds.values()), 0.0)
-            measured[run.name] = {**seconds, "covered by no timer": rest}
-    predicted = {}
-    if recalibration:
-        for row, prediction in zip(recalibration.rows, recalibration.after, strict=True):
-            predicted[row.row_id] = vars(prediction.time)
-    bars = {"Measured, by the timers of the printing rank": measured}
-    bars["Predicted, after calibration"] = predicted
-    bars = {heading: rows for heading, rows in bars.items() if rows}
-    if not bars:
-        return Text("No log has timers of an iteration, and no run can be predicted.")
-    height = sum(1.2 + 0.3 * len(rows) for rows in bars.values())
-    drawn, axes = figure(8.0, height, rows=len(bars))
-    for place, (heading, rows) in zip(np.ravel(axes), bars.items(), strict=True):
-        table = pd.DataFrame(rows).T.fillna(0.0)
-        table = table[table.columns[table.any()]].rename(
-            columns=lambda part: part.replace("_", " ")
-        )
-        whole = table.sum(axis=1)
-        share = 100 * table.div(whole, axis=0)
-        share.plot.barh(stacked=True, ax=place, width=0.62, color=PARTS, ec=INK, lw=0.3)
-        name_rows(place, [f"{name}, {seconds:.3g} s" for name, seconds in whole.items()])
-        finished(place, heading, xlabel="% of an iteration")
+            rows[run.name] = {**seconds, "covered by no timer": rest}
+    if not rows:
+        return Text("No log has timers of an iteration.")
+    drawn, axes = figure(8.0, 1.2 + 0.3 * len(rows))
+    table = pd.DataFrame(rows).T.fillna(0.0)
+    whole = table.sum(axis=1)
+    share = 100 * table.div(whole, axis=0)
+    share.plot.barh(stacked=True, ax=axes, width=0.62, color=PARTS, ec=INK, lw=0.3)
+    name_rows(axes, [f"{name}, {seconds:.3g} s" for name, seconds in whole.items()])
+    finished(axes, "", xlabel="% of an iteration")
     return drawn
 
 
