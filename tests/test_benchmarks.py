@@ -67,34 +67,6 @@ def begun(out: Path, monkeypatch: pytest.MonkeyPatch, *words: str) -> tuple[int,
     return gpu_mfu.main(), json.loads((out / "gpu_mfu.json").read_text())
 
 
-def test_what_there_was_no_time_for_is_taken_the_next_time_and_nothing_twice(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    taken = []
-    done = {"sec_per_it": 0.5, "bytes": 2**30, "took_s": 1.0}
-    real = gpu_mfu.taken
-    monkeypatch.setattr(
-        gpu_mfu,
-        "taken",
-        lambda step, *_: taken.append(step) or (done if step != "plain" else {"problem": "x"}),
-    )
-    assert begun(tmp_path, monkeypatch, "--steps", "engine,plain")[0] == 1
-    monkeypatch.setattr(gpu_mfu, "taken", real)
-    code, found = begun(tmp_path, monkeypatch, "--steps", "engine,plain,fp8", "--seconds", "1")
-    assert code == 1 and taken == ["engine", "plain"] and found["steps"]["engine"] == done
-    assert (
-        "no time left" in found["failed"]["plain"]
-        and "needs Transformer Engine" in found["steps"]["fp8"]["not here"]
-    )
-    flops = found["measured"]["engine"]["mfu"] * 50e9 * 0.5
-    assert flops == pytest.approx(72 * 4 * 32 * 2 * 64 * 64 * (1 + 32 / 384 + 512 / (12 * 2 * 64)))
-    monkeypatch.setitem(gpu_mfu.TINY, "mbs", 1)
-    assert (
-        begun(tmp_path, monkeypatch)[0] == 2
-        and "has steps with mbs=2; name another --out" in capsys.readouterr().err
-    )
-
-
 @pytest.mark.slow
 def test_every_kind_of_step_is_taken_on_a_cpu(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -41,30 +41,6 @@ def dev_group() -> dict[str, list[str]]:
     return {normalized(line.split("==")[0]): line.split("==")[1:] for line in group}
 
 
-def test_the_ranges_of_the_metadata_hold_the_versions_that_are_tried():
-    """Each in one list: the core, the notebooks, or what trains."""
-    lists = (
-        project()["dependencies"],
-        *(project()["optional-dependencies"][name] for name in ("notebooks", "train")),
-    )
-    ranges = [
-        re.fullmatch(r"([\w-]+)>=([\d.]+),<([\d.]+)( ; .+)?", line)
-        for lines in lists
-        for line in lines
-    ]
-    tried = pins("requirements.txt")
-    assert all(ranges), "a range that is open to what breaks"
-    assert sorted(normalized(found[1]) for found in ranges) == sorted(tried)
-    for name, low, high, _ in (found.groups() for found in ranges):
-        assert all(
-            numbers(low) <= numbers(version) < numbers(high) for version in tried[normalized(name)]
-        ), name
-
-
-def numbers(version: str) -> list[int]:
-    return [int(number) for number in re.findall(r"\d+", version)]
-
-
 CORE = """
 import sys
 class Missing:

@@ -128,23 +128,6 @@ def make(folder: Path, *words: str) -> subprocess.CompletedProcess:
     return subprocess.run(command, env=env, cwd=REPOSITORY, capture_output=True, text=True)
 
 
-def test_make_asks_for_the_python_that_is_named_and_makes_anew_what_is_current_for_another(
-    tmp_path: Path,
-):
-    """The stamp of the set-up is newer than the locks, as after a set-up."""
-    environment(tmp_path / "venv", "3.11.7")
-    (tmp_path / "venv/.current").touch()
-    python = stand_in(tmp_path / "it's my/python", "3.12.1")
-    assert "pip" not in make(tmp_path, "-n", "venv").stdout
-    assert "-r requirements.lock" in make(tmp_path, "-n", "venv", f"PYTHON={python}").stdout
-    refused = make(tmp_path, "venv", f"PYTHON={stand_in(python, '3.10.13')}")
-    assert (
-        refused.returncode == 2
-        and refused.stdout == ""
-        and f"PYTHON={python}: Python 3.11" in refused.stderr
-    )
-
-
 @pytest.mark.parametrize(("cards", "build"), [("8.0\n7.0\n", "+cu126"), ("[N/A]\n", "")])
 def test_the_set_up_of_a_v100_takes_the_build_of_torch_that_knows_it(
     cards: str, build: str, tmp_path: Path

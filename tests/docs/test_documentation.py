@@ -198,18 +198,6 @@ def test_links_lead_somewhere() -> None:
     ]
 
 
-def test_the_architecture_names_every_package_and_modules_that_exist() -> None:
-    text = (DOCS / "architecture.md").read_text(encoding="utf-8")
-    rows = dict(re.findall(r"^\| `(\w+)` \| (.*) \|$", text, re.M))
-    lib = REPOSITORY / "lib"
-    packages = {path.parent.name: path.parent for path in lib.glob("*/__init__.py")}
-    packages |= {path.parent.name: path.parent for path in lib.glob("trilane/*/__init__.py")}
-    assert set(rows) == packages.keys() - {"trilane"}
-    for package, row in rows.items():
-        named = [packages[package] / path for path in re.findall(r"`([\w/]+\.py)`", row)]
-        assert [path for path in named if not path.exists()] == []
-
-
 def test_each_of_at_most_forty_public_names_shows_a_call() -> None:
     import trilane
 

@@ -2,7 +2,6 @@
 
 import json
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pandas as pd
@@ -17,7 +16,7 @@ from trilane.logs.run import RunLog
 from trilane.planning.search import search
 from trilane.planning.search_result import SearchResult
 from trilane.report.html import embedded
-from trilane.report.plots import explorer, losses, runs
+from trilane.report.plots import explorer, losses
 from trilane.utils.tables import Text
 
 MACHINE, SHAPE = cluster("jz-a100-80g"), parse_shape("24,2048,16,2048,50304")
@@ -78,29 +77,8 @@ def test_a_restart_is_marked_over_the_hours_of_the_second_time():
     assert norm.get_ylabel() == "gradient norm"
 
 
-def test_a_loss_that_falls_far_is_logarithmic_and_a_quantity_that_no_log_has_gets_no_panel():
-    for curve, scale in ((log(lm_loss=np.linspace(11, 2, 30)), "log"), (log(), "linear")):
-        assert losses.curves({"a": join([curve])}).axes[0].get_yscale() == scale
-    assert len(losses.curves({"a": join([log(grad_norm=0.0)])}).axes) == 1
+def test_without_a_loss_a_text_says_so_and_over_is_one_of_the_known() -> None:
     for empty in ({}, {"a": join([log(lm_loss=np.nan)])}):
         assert losses.curves(empty) == Text("No log prints a loss.")
     with pytest.raises(ValueError, match="over=days: known: hours, iterations, samples"):
         losses.curves({"a": join([log()])}, over="days")
-
-
-def run(name, seconds, **timers):
-    """A measurement with the medians of some timers, in seconds."""
-    columns = {key.replace("_", "-"): [value] * 2 for key, value in timers.items()}
-    table = pd.DataFrame({"iteration": [1, 2], **columns}) if timers else pd.DataFrame()
-    iterations = pd.DataFrame({"iteration": [1, 2], "sec_per_it": [9 * seconds, seconds]})
-    own = SimpleNamespace(timers=table, iterations=iterations)
-    window = SimpleNamespace(counts=np.array([False, True]))
-    return SimpleNamespace(name=name, log=own, window=window, sec_per_it=seconds)
-
-
-def test_phases_follow_each_other_and_what_no_timer_covers_ends_the_iteration():
-    timers = {"forward_compute": 1.0, "backward_compute": 2.0, "optimizer": 0.5}
-    (axes,) = runs.phases([run("a", 4.0, **timers), run("b", 3.0)]).axes
-    bars = [(bar.get_x(), bar.get_width()) for bar in axes.patches]
-    assert bars == [(0, 25), (25, 50), (75, 12.5), (87.5, 12.5)]
-    assert isinstance(runs.phases([run("b", 3.0)]), Text)
