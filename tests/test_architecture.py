@@ -42,10 +42,10 @@ ORDER = tuple(
 BESIDE = ("trilane_engine", "trilane_diagnose")
 # What is counted: the aim, and what stands today.
 TOKENS = {
-    "trilane": (118_000, 154_400),
+    "trilane": (118_000, 152_600),
     "trilane_engine": (46_000, 46_600),
     "trilane_diagnose": (31_000, 30_200),
-    "tests": (140_000, 147_100),
+    "tests": (140_000, 144_000),
 }
 FORMS = {  # in lib, per 1,000 code lines
     "tokens": (9_500, 9_500),

@@ -220,6 +220,7 @@ def test_a_plan_keeps_the_constants_that_predicted_it(
     calendar = Study("uni").load("calendar.json", "07_calendar")
     decided = execute("08_decision", study="uni")["decision"]
     assert calendar["prediction"]["sec_per_it"] == expected and "Attention" not in decided.notes()
+    capsys.readouterr()
     path.write_text(json.dumps(to_json(default(plan.cluster))))
     assert of_every_command(capsys) == pytest.approx([expected] * 4, rel=1e-12), (
         "whatever became of the study"
