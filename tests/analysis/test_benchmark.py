@@ -53,6 +53,6 @@ def test_the_command_trains_and_prints_exactly_one_object(
     path.write_text(json.dumps(replace(plan, data=replace(plan.data, folder=str(data))).to_json()))
     assert main(["measure", "plan", str(path), "--iterations", "8", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert (found["iterations_counted"], found["status"]) == (3, "completed")
+    assert (found["iterations_counted"], found["status"]) == (4, "completed")
     assert main(["measure", "plan", str(tmp_path / "small-benchmark-8")]) == 0
     assert "completed" in capsys.readouterr().out

@@ -57,6 +57,7 @@ def test_a_folder_of_anybodys_logs_is_gathered(tmp_path, outputs):
         collect.measure_runs(Study.open("s"), f"{tmp_path}/none")
 
 
+AT = ("--cluster", "jz-a100-80g", "-o")
 NAMES = "cluster gpu layers hidden heads seq vocab_size dp tp pp mbs gbs engine ffn activation"
 
 
@@ -85,25 +86,26 @@ def test_ten_rows_calibrate_alike_from_csv_markdown_python_and_04(
     rows.to_csv("rows.csv", index=False)
     lines = [list(rows), ["---"] * len(rows.columns), *rows.astype(str).to_numpy().tolist()]
     Path("rows.md").write_text("".join(f"| {' | '.join(line)} |\n" for line in lines))
-    code, out, err = calibrated(capsys, "rows.csv", "--cluster", "jz-a100-80g", "-o", "own.json")
-    assert (code, err) == (0, "") and "10 rows of megatron-deepspeed-2024" in out
-    own = calibration_for(A100, "own.json")
-    assert (own.rows, own.card, own.cluster) == (10, "A100-80GB", "jz-a100-80g") and own.hash in out
-    calibrated(capsys, "rows.md", "--cluster", "jz-a100-80g", "-o", "typed.json")
+    own = {}
+    for source in ("rows.csv", "rows.md"):
+        code, out, err = calibrated(capsys, source, *AT, f"{source}.json")
+        assert (code, err) == (0, "") and "10 rows of megatron-deepspeed-2024" in out
+        own[source] = calibration_for(A100, f"{source}.json")
+    known = own["rows.csv"]
+    assert (known.rows, known.card, known.cluster) == (10, "A100-80GB", "jz-a100-80g")
     in_memory = fit(rows, "jz-a100-80g")
-    assert own.hash == calibration_for(A100, "typed.json").hash == in_memory.fitted.hash
-    assert predict(in_memory.cases[0], in_memory.fitted) == predict(in_memory.cases[0], own)
+    assert known.hash == own["rows.md"].hash == in_memory.fitted.hash
+    assert predict(in_memory.cases[0], in_memory.fitted) == predict(in_memory.cases[0], known)
     study = Study.create("ours")
     runs = collect.measure_runs(study, "rows.csv", 5, A100)
     recalibration = recalibrate.recalibrate(runs.runs, A100)
     recalibration.save(study, "04_analyze")
     assert "10 of 10 runs completed" in runs.summary(recalibration) and not runs.timed
-    calibrated(capsys, "ours", "--cluster", "jz-a100-80g", "-o", "again.json")
-    assert (
-        calibration_for(A100, "ours").hash == calibration_for(A100, "again.json").hash == own.hash
-    )
-    code, _, err = calibrated(capsys, "rows.csv", "--cluster", "jz-a100-80g", "-o", "own.json")
-    assert (code, err) == (2, "trilane: output=own.json: exists; name another file\n")
+    calibrated(capsys, "ours", *AT, "again.json")
+    assert calibration_for(A100, "ours").hash == known.hash
+    assert calibration_for(A100, "again.json").hash == known.hash
+    code, _, err = calibrated(capsys, "rows.csv", *AT, "again.json")
+    assert (code, err) == (2, "trilane: output=again.json: exists; name another file\n")
 
 
 def times(factor, at=slice(None)):
@@ -145,9 +147,6 @@ def test_rows_that_cannot_calibrate_are_refused_in_one_line(name, tmp_path, caps
     monkeypatch.chdir(tmp_path)
     change, message = BAD_ROWS[name]
     change(ten_rows()).to_csv("rows.csv", index=False)
-    code, out, err = calibrated(capsys, "rows.csv", "--cluster", "jz-a100-80g", "-o", "own.json")
-    assert (
-        (code, out, err.count("\n")) == (2, "", 1)
-        and message in err
-        and not Path("own.json").exists()
-    )
+    code, out, err = calibrated(capsys, "rows.csv", *AT, "own.json")
+    assert (code, out, err.count("\n")) == (2, "", 1) and message in err
+    assert not Path("own.json").exists()

@@ -94,20 +94,6 @@ def test_offload_moves_bytes_from_the_card_to_the_host_and_loses_none():
     assert here.weights + here.optimizer == pytest.approx(away.weights + hosts[1])
 
 
-def test_fully_sharded_states_take_16_bytes_of_the_group_that_shares_them():
-    """PyTorch's fully_shard; in hybrid sharding the group is a node's GPUs. Gathered is the largest
-    unit.
-    """
-    constants, x = memory_of("fsdp"), columns_of(SMALL, Topology())
-    for shards, ranks in ((0, 32), (8, 8)):
-        topology = Topology(
-            dp=32, gbs=32, zero=3, shards=shards, precision="bf16", fp32_gradients=True
-        )
-        stage = memory_per_stage(SMALL, topology, A100, constants)[0]
-        states = stage.weights + stage.gradients + stage.optimizer - 10 * x.layer_parameters
-        assert states == pytest.approx(16 * SMALL.parameters / ranks)
-
-
 def test_no_shipped_run_that_ran_is_called_out_of_memory_and_most_that_ran_out_are():
     """One of the documents' rows is on the edge; two rows that ran out are not explained
     (docs/planner.md).

@@ -9,9 +9,9 @@ from pathlib import Path
 from trilane.analysis.measure import Measurement, measure
 from trilane.analysis.steady_state import WARM_UP
 from trilane.config.batch_rampup import Ramp
-from trilane.config.plan import Plan, read_plan
+from trilane.config.plan import read_plan
 from trilane.launch.local import run_folder, train_local
-from trilane.utils.validation import require, require_integer
+from trilane.utils.validation import require
 
 
 def benchmark(plan: Path, iterations: int = 0) -> Measurement:
@@ -20,7 +20,6 @@ def benchmark(plan: Path, iterations: int = 0) -> Measurement:
 
     For a run folder, also of another machine, nothing is trained. The log goes to stderr.
     """
-    require_integer("iterations", iterations, 0)
     if plan.is_dir():
         require(iterations == 0, "iterations", iterations, "a finished run is measured as it is")
         return measure(plan)
@@ -32,15 +31,11 @@ def benchmark(plan: Path, iterations: int = 0) -> Measurement:
         folder = plan.with_name(f"{plan.stem}-benchmark-{iterations}")
         require(not folder.exists(), "plan", plan, f"would run in {folder}, which exists")
         folder.mkdir()
-        text = json.dumps(shortened(read, iterations).to_json(), indent=1)
+        run = replace(read.run, train_iters=iterations, ramp=Ramp())
+        text = json.dumps(replace(read, run=run).to_json(), indent=1)
         (folder / "plan.json").write_text(text, encoding="utf-8")
     else:
         folder = run_folder(plan)
     with contextlib.redirect_stdout(sys.stderr):  # stdout is for the result alone
         train_local(folder)
     return measure(folder)
-
-
-def shortened(plan: Plan, iterations: int) -> Plan:
-    """The plan for that many iterations, all of them at its full batch size."""
-    return replace(plan, run=replace(plan.run, train_iters=iterations, ramp=Ramp()))
