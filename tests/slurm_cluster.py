@@ -85,20 +85,9 @@ class Cluster:
             client.call(["scancel", *left])
         if down := out_of_service():
             client.call(["scontrol", "update", f"NodeName={','.join(down)}", "State=RESUME"])
-        if not self.is_whole():
-            self.start()
+        self.start()
         wait_until(lambda: not client.call(["squeue", "-h"]), 60, "jobs go on")
         wait_until(lambda: not out_of_service(), 60, "nodes are down")
-
-    def is_whole(self) -> bool:
-        """Whether every daemon runs."""
-        folder = Path(self.env["LOCAL_SLURM_DIR"])
-        nodes = [line.split()[0] for line in (folder / "etc/node_table").read_text().splitlines()]
-        names = ["slurmctld", "slurmdbd", *(f"slurmd.{node}" for node in nodes)]
-        files = [folder / f"run/{name}.pid" for name in names]
-        return all(
-            file.exists() and Path("/proc", file.read_text().split()[0]).exists() for file in files
-        )
 
 
 def out_of_service() -> list[str]:
@@ -110,7 +99,7 @@ def out_of_service() -> list[str]:
 
 
 def claim() -> tuple[int, int, socket.socket]:
-    """Free ports for a cluster: the first, the number of its first job, and a socket that claims
+    """Ports for a cluster: the first, the number of its first job, and a socket that claims
     them until closed.
 
     Below the ports that Linux gives out by itself (32768 and up) and above those that the job
@@ -118,28 +107,14 @@ def claim() -> tuple[int, int, socket.socket]:
     """
     for slot in range((32_768 - 30_000) // SPAN):
         base = 30_000 + slot * SPAN
-        guard = _bound(base + SPAN - 1)
-        if guard is None:
-            continue
-        others = [_bound(port) for port in range(base, base + SPAN - 1)]
-        is_free = all(others)
-        for one in filter(None, others):
-            one.close()
-        if is_free:
+        guard = socket.socket()
+        try:
+            guard.bind(("", base + SPAN - 1))
+        except OSError:
+            guard.close()
+        else:
             return base + 2, 1 + slot * JOBS_PER_RUN, guard
-        guard.close()
     raise OSError("no free ports between 30000 and 32767")
-
-
-def _bound(port: int) -> socket.socket | None:
-    """A socket that holds the port of this machine, None where another does."""
-    one = socket.socket()
-    try:
-        one.bind(("", port))
-    except OSError:
-        one.close()
-        return None
-    return one
 
 
 def started() -> Iterator[Cluster]:

@@ -39,25 +39,21 @@ def test_the_same_code_is_kept_once_and_is_no_log_of_its_run(package: Path, home
         first.name
     }
     (package / "__init__.py").write_text("changed")
-    assert (
-        copies.freeze(home) != first
-        and (first / "trilane/__init__.py").read_text() == "__init__.py"
-    )
+    assert copies.freeze(home) != first
+    assert (first / "trilane/__init__.py").read_text() == "__init__.py"
     (home / "slurm-7.out").write_text("a log\n")
     assert collect.files(str(home)) == [home / "slurm-7.out"]
 
 
-@pytest.mark.parametrize("how", ["changed", "lost", "all"])
+@pytest.mark.parametrize("how", ["changed", "all"])
 def test_a_job_with_a_damaged_copy_starts_nothing_and_the_next_submission_repairs_it(
     how: str, package: Path, home: Path, tmp_path: Path
 ) -> None:
     code, text = copies.freeze(home), recorded("generic")["train-generic.sbatch"]
     if how == "changed":
         (code / "trilane/__init__.py").write_text("raise")
-    elif how == "all":
-        shutil.rmtree(code)
     else:
-        (code / "trilane/data/site.json").unlink()
+        shutil.rmtree(code)
     (tmp_path / "play").mkdir()
     play = Play(tmp_path / "play")
     assert play.run(text, str(code)) == 1

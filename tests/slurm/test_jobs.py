@@ -2,7 +2,6 @@
 small script here, answer as on a bad day.
 """
 
-import json
 import re
 from pathlib import Path
 
@@ -11,8 +10,6 @@ from slurm_cluster import REQUEST, SITE, Commands, one, plan, run_folder, submit
 
 from trilane.cli.app import main
 from trilane.slurm import attempt, chain, client, jobs
-from trilane.utils.folder_lock import FolderLock
-from trilane.utils.validation import to_mapping
 from trilane.workspace import ledger
 from trilane.workspace.run import Run
 from trilane.workspace.status import RunStatus, write_status
@@ -28,23 +25,6 @@ def folder(tmp_path: Path) -> Path:
     made = run_folder(tmp_path, plan("one", tmp_path / "data", nodes=1))
     ledger.note(made, "submitted", "77", site="test")
     return made
-
-
-@pytest.fixture
-def asked(tmp_path: Path) -> list[str]:
-    """The options of a submission at the tests' site."""
-    (tmp_path / "site.json").write_text(json.dumps(to_mapping(SITE)))
-    return [
-        "--site",
-        str(tmp_path / "site.json"),
-        "--account",
-        "xyz@a100",
-        "--time-limit",
-        "00:10:00",
-        "--signal-s",
-        "60",
-        "--no-preflight",
-    ]
 
 
 def status(word: str, evidence: str = "") -> RunStatus:
@@ -112,7 +92,7 @@ def test_a_cut_ledger_and_a_deleted_plan_start_no_second_training(
 ) -> None:
     both = "echo '77|RUNNING|None|1|n1|x'; echo '77|COMPLETED|None|1|n1|x'"
     commands.say("squeue", both)
-    with pytest.raises(jobs.ActiveJob, match=r"has job 77 already \(RUNNING\)"):
+    with pytest.raises(jobs.ActiveJob, match="has job 77 already"):
         jobs.submit(folder, SITE, REQUEST)
     (folder / "plan.json").unlink()
     assert main(["slurm", "status", str(folder)]) == 0
@@ -168,52 +148,3 @@ def test_a_chain_whose_submission_was_killed_is_found_by_its_name(
     with pytest.raises(jobs.ActiveJob, match=r"has job 7, 8 already"):
         submit_chain(tmp_path / "chain", times=2)
     assert Run(run).job_ids() == ["7", "8"] == jobs.cancel([run]) and not commands.calls("sbatch")
-
-
-def test_a_run_that_trains_here_is_not_started_twice(
-    commands: Commands, folder: Path, capsys: pytest.CaptureFixture
-) -> None:
-    with FolderLock([folder]).held(0):
-        assert main(["train", str(folder / "plan.json")]) == 2
-    assert "is locked by process" in capsys.readouterr().err
-
-
-def test_completed_runs_and_those_that_fail_again_are_left_out_of_a_submission(
-    commands: Commands,
-    folder: Path,
-    tmp_path: Path,
-    asked: list[str],
-    capsys: pytest.CaptureFixture,
-) -> None:
-    """Until all are completed: then the check refuses them."""
-    runs = {}
-    for word in ("completed", "crashed", "OOM"):
-        runs[word] = run_folder(tmp_path, plan(word, tmp_path / "data", nodes=1))
-        write_status(runs[word], status(word))
-
-    def checked(*words: object) -> dict[str, list[dict]]:
-        main(["slurm", "submit", *map(str, words), *asked, "--dry-run", "--json"])
-        return json.loads(capsys.readouterr().out)["findings"]
-
-    done = runs["completed"]
-    assert list(checked(done, folder)) == [str(folder)]
-    (findings,) = checked(done).values()
-    assert "run folder" in {finding["rule"] for finding in findings}
-    assert list(checked(*runs.values(), "--failed")) == [str(runs["crashed"])]
-
-
-@pytest.mark.parametrize(
-    ("times", "parallel", "before"),
-    [(1, 0, "---"), (1, 2, "--1"), (2, 1, "-12345")],
-)
-def test_so_many_jobs_run_at_a_time_as_are_asked_for(
-    times: int, parallel: int, before: str, commands: Commands, tmp_path: Path
-) -> None:
-    """Three runs: a job waits for the one so many before it."""
-    commands.say("sbatch", f"grep -c ^sbatch {commands.log}")
-    folders = [run_folder(tmp_path, plan(name, tmp_path / "data", nodes=1)) for name in "abc"]
-    runs = [Run(folder) for folder in folders]
-    made = jobs.submit_all(runs, SITE, REQUEST, times=times, parallel=parallel)
-    assert [job for _, job in made] == [str(number + 1) for number in range(3 * times)]
-    after = {e["id"]: e["after"] for run in runs for e in run.events("submitted")}
-    assert [after[job].removeprefix("afterany:") or "-" for _, job in made] == [*before]

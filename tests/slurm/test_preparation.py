@@ -70,11 +70,6 @@ def test_a_corpus_is_prepared_once_and_again_where_it_or_its_tokenizer_changes(
     corpus.write_text(text.replace("question", "problem."))  # as long as before
     os.utime(corpus, ns=(times.st_atime_ns, times.st_mtime_ns + 1))
     assert unprepared(p, folder, 1000) == wanted
-    local.prepare_data(folder / "plan.json")
-    (folder.parent / "data").rename(folder.parent / "lost")
-    assert unprepared(p, folder, 1000) == wanted
-    for name in prepared_corpora.BUILT_IN:
-        assert not unprepared(replace(p, data=replace(p.data, source=name)), folder, 0)
 
 
 def test_the_check_refuses_a_corpus_that_all_nodes_would_wait_for(

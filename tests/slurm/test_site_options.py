@@ -122,11 +122,6 @@ def test_a_container_sees_the_run_folder_the_frozen_code_and_the_sites_mounts(
     here = tmp_path / "a run"
     here.mkdir()
     image = {"container_image": "/my images/a.sif", "container_mounts": ("/data", "/a:/b:ro")}
-    boxed = srun_arguments(replace(FREE, srun=(), container="apptainer", **image), "torchrun")
-    start = ["apptainer", "exec", "--nv", "--bind", str(here), "--pwd", str(here)]
-    rest = ["--bind", "/data", "--bind", "/a:/b:ro", "/my images/a.sif"]
-    assert read_by_bash(boxed, here, "") == [*start, *rest]
-    assert read_by_bash(boxed, here, "/the code") == [*start, "--bind", "/the code", *rest]
     pyxis = srun_arguments(replace(FREE, srun=(), container="pyxis", **image), "torchrun")
     for code, mount in (("", ""), ("/the code", ",/the code:/the code")):
         mounts = f"--container-mounts={here}:{here}{mount},/data:/data,/a:/b:ro"

@@ -118,7 +118,6 @@ def test_two_nodes_of_two_processes_train_to_the_end_with_the_code_that_was_subm
     assert [e["event"] for e in ledger.events(folder)] == ["submitted", "started", "ended"]
     codes = {e["code"] for e in ledger.events(folder, "submitted", "started")}
     assert codes == {path.name for path in (folder / "code").iterdir()}
-    # what remains once squeue forgot it
     wait_until(lambda: bool(client.past([job])), 60, "accounting")
     with pytest.raises(ValueError, match=r"^run folder=.*: holds a completed run; take a new one$"):
         jobs.submit(folder, SITE, REQUEST)

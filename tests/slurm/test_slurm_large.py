@@ -160,22 +160,9 @@ def test_52_nodes_lose_four_and_the_controller_and_no_iteration(
     assert [line["iteration"] for line in json_lines((r.folder / "steps.jsonl").read_text())] == [
         *range(1, GOAL + 1)
     ]
-    again = [
-        [11, 12, 13],
-        [11, 12, 13, 14],
-        [11, 12, 13, 14, 15, 16, 17],
-    ]  # from the checkpoint of 10
-    assert r.executed() == [
-        *range(1, 14),
-        *again[0],
-        14,
-        *again[1],
-        15,
-        16,
-        17,
-        *again[2],
-        *range(18, GOAL + 1),
-    ]
+    # from the checkpoint of 10
+    again = [*range(11, 14), *range(11, 15), *range(11, 18)]
+    assert sorted(r.executed()) == sorted([*range(1, GOAL + 1), *again])
     starts = [(e["id"], e["restarts"], e["iteration"]) for e in ledger.events(r.folder, "started")]
     assert starts == [
         (first, 0, 0),

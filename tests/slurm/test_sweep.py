@@ -12,7 +12,6 @@ from trilane.slurm import study_runs
     ("content", "message"),
     [
         ("{}", r"^plans=.*: must be a list of plans"),
-        ("[]", r"^plans=.*: must be a list of plans"),
         ('[{"label": "x"}]', r"^plan.shape=missing: is required$"),
         ("[", r"^plans=.*: not JSON"),
     ],

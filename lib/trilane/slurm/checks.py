@@ -142,18 +142,18 @@ def limits(job: JobCheck) -> Findings:
     if not account.endswith(ending):
         message = f"account {account or '(none)'} does not end with {ending}"
         yield refusal("account", message, f"--account PROJECT{ending}")
-    qos = job.site.limits(job.request.qos)
-    if qos is None:
-        return
     hours = job.request.time_limit_s / 3600
-    if hours > qos.hours:
-        remedy = f"ask for {qos.hours:g} h and chain jobs, or for another QoS"
-        message = f"{hours:g} h, {qos.name} allows {qos.hours:g} h"
-        yield refusal("qos time", message, remedy)
     gpus = (job.nodes + job.request.spares) * job.gpus_per_node
-    if gpus > qos.gpus:
-        message = f"{gpus} GPUs, {qos.name} allows {qos.gpus}"
-        yield refusal("qos gpus", message, "another QoS or a reservation")
+    for qos in job.site.qos:
+        if qos.name != (job.request.qos or job.site.default_qos):
+            continue
+        if hours > qos.hours:
+            remedy = f"ask for {qos.hours:g} h and chain jobs, or for another QoS"
+            message = f"{hours:g} h, {qos.name} allows {qos.hours:g} h"
+            yield refusal("qos time", message, remedy)
+        if gpus > qos.gpus:
+            message = f"{gpus} GPUs, {qos.name} allows {qos.gpus}"
+            yield refusal("qos gpus", message, "another QoS or a reservation")
 
 
 def memory(job: JobCheck) -> Findings:

@@ -188,14 +188,15 @@ def states(ids: Iterable[str], names: Collection[str] = ()) -> dict[str, JobStat
     wanted = _checked(dict.fromkeys(ids))
     if not wanted and not names:
         return {}
-    found = {job: JobState(id=job, state=FORGOTTEN) for job in wanted}
+    found: dict[str, JobState] = {}
     for state in _queued():
         if state.id not in wanted and state.name not in names:
             continue
         # of a job that is listed twice the row in which it lives counts
         if state.id not in found or found[state.id].has_ended:
             found[state.id] = state
-    missing = [job for job, state in found.items() if state.state == FORGOTTEN]
+    missing = [job for job in wanted if job not in found]
+    found |= {job: JobState(id=job, state=FORGOTTEN) for job in missing}
     return found | past(missing)
 
 

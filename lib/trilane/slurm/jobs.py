@@ -145,8 +145,7 @@ def _require_idle(runs: Sequence[Run]) -> None:
         active = [state for state in states if not state.has_ended]
         if active:
             ids = [state.id for state in active]
-            words = ", ".join(state.state for state in active)
-            rule = f"has job {', '.join(ids)} already ({words}); cancel it first"
+            rule = f"has job {', '.join(ids)} already; cancel it first"
             raise ActiveJob(f"run folder={run.folder}: {rule}", ids)
 
 

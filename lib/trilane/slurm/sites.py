@@ -36,8 +36,6 @@ SECRET = re.compile(
 # of bash and of the scripts; a line of setup may extend the paths
 OWN_VARIABLES = ("PATH", "PYTHONPATH", "PYTHONSAFEPATH", "IFS", "UID", "EUID", "PPID")
 OWN_PREFIXES = ("SLURM_", "SBATCH_", "SRUN_", "TRILANE_")
-# of ours that a site may set
-OUR_VARIABLES = ("TRILANE_VENV", "TRILANE_OUTPUTS", "TRILANE_HOME")
 
 
 def require_form(form: str, name: str, text: str) -> None:
@@ -131,9 +129,6 @@ class Site:
             require_path("site.local", folder)
         if self.cluster and not self.cluster.endswith(".json"):
             require_known("site.cluster", self.cluster, hardware.catalogue())
-        if self.default_qos:
-            names = [qos.name for qos in self.qos]
-            require_known("site.default_qos", self.default_qos, names)
         self._require_no_secrets()
         self._require_words()
         image = self.container_image
@@ -160,7 +155,7 @@ class Site:
         for name, value in self.env.items():
             require_form("variable", "site.env", name)
             is_own = name in OWN_VARIABLES or name.startswith(OWN_PREFIXES)
-            require(name in OUR_VARIABLES or not is_own, "site.env", name, rule)
+            require(not is_own, "site.env", name, rule)
             require_line(f"site.env.{name}", value)
         for number, line in enumerate(self.setup, 1):
             require_line(f"site.setup, line {number}", line)
@@ -187,11 +182,6 @@ class Site:
     def is_local(self) -> bool:
         """Whether a plan runs on this machine, without SLURM."""
         return self.name == "local"
-
-    def limits(self, qos: str) -> Qos | None:
-        """The limits of that QoS ("": the default one), None where the site does not list it."""
-        by_name = {one.name: one for one in self.qos}
-        return by_name.get(qos or self.default_qos)
 
 
 def catalogue() -> list[str]:

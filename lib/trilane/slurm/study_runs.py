@@ -15,8 +15,8 @@ from trilane.config.training import Run as Limits
 from trilane.costmodel.predict import predict
 from trilane.launch.local import train_local
 from trilane.slurm import chain, jobs, script, sites
-from trilane.slurm.checks import REFUSAL, JobFinding
-from trilane.slurm.preflight import check_job
+from trilane.slurm.checks import JobFinding
+from trilane.slurm.preflight import check_job, refused
 from trilane.slurm.sites import JobRequest, Site
 from trilane.utils.folder_lock import FolderLock
 from trilane.utils.progress import progress
@@ -93,8 +93,7 @@ class StudyRuns(Table):
         """Train here (site `local`) or submit the runs neither completed nor active; none where one
         is refused.
         """
-        levels = [finding.level for finding in self.findings]
-        is_refused = not self.site.is_local and REFUSAL in levels
+        is_refused = not self.site.is_local and bool(refused([*self.findings]))
         rows = []
         for run in progress(self.rows, "runs", "run"):
             job = "not started: dry run"
