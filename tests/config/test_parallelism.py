@@ -16,7 +16,7 @@ EDGES = [
     ({"pp": 4, "interleaving": 2, "gbs": 8}, ""),
     (
         {"pp": 4, "interleaving": 2, "gbs": 5},
-        "gbs=5: interleaving needs microbatches % pp == 0 (pp=4)",
+        "gbs=5: interleaving needs microbatches % pp == 0",
     ),
     ({"pp": 2, "partition": EMBED}, ""),
     ({"pp": 2, "first_stage_layers": 11, "last_stage_layers": 13}, ""),

@@ -17,7 +17,6 @@ from trilane.utils.tables import (
     Record,
     Text,
     as_json,
-    frame_of,
     printable,
     show,
 )
@@ -104,8 +103,3 @@ def test_a_dataclass_shows_itself_as_json():
     values = {1: [np.int64(3), np.arange(2), Path("a/b"), math.nan]}
     assert as_json(values) == {"1": [3, [0, 1], "a/b", None]}
     assert repr(run) == "Run(name='a', seconds=43200.0, memory=(inf, 2.0))"
-
-
-def test_a_frame_has_a_column_for_each_reader() -> None:
-    frame = frame_of([Path("a/b.c")], {"name": "name", "parts": lambda path: len(path.parts)})
-    assert frame.to_dict("list") == {"name": ["b.c"], "parts": [2]}

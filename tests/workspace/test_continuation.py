@@ -90,7 +90,7 @@ def test_a_resume_says_what_changed_since_the_checkpoint_and_a_link_of_a_chain_n
     [
         (4, "3-4", "3-6", ""),  # up to the checkpoint it is the same
         (4, "", "4-6", "skip=4-6: the checkpoint x has skipped nothing"),
-        (5, "2-3", "", "skip=: the checkpoint x has skipped 2-3"),
+        (5, "2-3", "", "skip=: the checkpoint x has skipped [(2, 3)]"),
     ],
 )
 def test_a_skip_is_added_before_its_iterations_and_never_after(done, then, now, message) -> None:

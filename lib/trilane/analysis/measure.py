@@ -140,7 +140,7 @@ class Measurement(Record):
         names += ["arguments", "first_iteration", "last_iteration", "problems"]
         values = {name: getattr(self.log, name) for name in names}
         values["left_out"] = [
-            {"reason": reason, "iterations": ranges(numbers, 4)}
+            {"reason": reason, "iterations": ranges(numbers)}
             for reason, numbers in self.window.left_out.items()
         ]
         notes = [*self.log.own, *self.log.notes, self.window.note, self.config.note]

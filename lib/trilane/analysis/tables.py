@@ -73,7 +73,7 @@ def _row(run: Measurement, source: str) -> dict[str, Any]:
     if run.status is not Status.COMPLETED:
         notes.insert(1, run.status)
         causes = [log.evidence, *log.collectives, *causes]
-    left_out = [f"{ranges(at, 4)} ({reason})" for reason, at in run.window.left_out.items()]
+    left_out = [f"{ranges(at)} ({reason})" for reason, at in run.window.left_out.items()]
     return row | {
         "memory_gib": run.memory_bytes / 2**30,
         "sec_per_it": run.sec_per_it,

@@ -318,7 +318,6 @@ TOPOLOGY_RULES = (
         "shards",
         "must divide dp x cp",
         lambda t: not t.shards or t.dp * t.cp % t.shards == 0,
-        lambda t: f" = {t.dp} x {t.cp}",
     ),
 )
 
@@ -332,27 +331,23 @@ SHAPE_RULES = (
         "tp",
         "must divide the heads of keys and values, or be a multiple of them",
         lambda t, s: s.kv_heads % t.tp == 0 or t.tp % s.kv_heads == 0,
-        lambda t, s: f": {s.kv_heads}",
         of_sizes=True,
     ),
     Rule(
         "tp",
         "must divide the channels of queries, keys and values",
         lambda t, s: (s.hidden_size + 2 * s.kv_heads * s.head_dim) % t.tp == 0,
-        lambda t, s: f": {s.hidden_size + 2 * s.kv_heads * s.head_dim}",
         of_sizes=True,
     ),
     Rule(
         "cp",
         "must divide seq_length into two halves a rank",
         lambda t, s: t.cp == 1 or s.seq_length % (2 * t.cp) == 0,
-        lambda t, s: f": 2 x {t.cp} does not divide {s.seq_length}",
     ),
     Rule(
         "tp",
         "must divide seq_length where sequences are parallel",
         lambda t, s: not t.sequence_parallel or s.seq_length % t.tp == 0,
-        lambda t, s: f": {s.seq_length}",
     ),
     Rule(
         "pp",
@@ -371,13 +366,11 @@ SHAPE_RULES = (
         "recompute_layers",
         "must not exceed num_layers",
         lambda t, s: t.recompute_layers <= s.num_layers,
-        lambda t, s: f"={s.num_layers}",
     ),
     Rule(
         "gbs",
         "interleaving needs microbatches % pp == 0",
         lambda t, s: t.interleaving == 1 or t.microbatches % t.pp == 0,
-        lambda t, s: f" (pp={t.pp})",
     ),
 )
 

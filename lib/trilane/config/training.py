@@ -260,11 +260,6 @@ def parse_ranges(field: str, text: str) -> Ranges:
     return tuple(ranges)
 
 
-def ranges_text(ranges: Iterable[Sequence[int]]) -> str:
-    """The text that parse_ranges() reads."""
-    return ",".join(f"{first}-{last}" if last > first else f"{first}" for first, last in ranges)
-
-
 def until(ranges: Iterable[Sequence[int]], iteration: int) -> list[tuple[int, int]]:
     """What the ranges hold of the first `iteration` iterations."""
     return [(first, min(last, iteration)) for first, last in ranges if first <= iteration]

@@ -370,7 +370,7 @@ def _run(given: Given, data: Data, gbs: int) -> Run:
         train_iters=iterations,
         ramp=ramp,
         timers=given.get("timing_log_level", int, 0) > 0,
-        skip=ranges({*skipped}, most=len(skipped)).replace(" ", ""),
+        skip=ranges({*skipped}).replace(" ", ""),
         **values,
     )
 

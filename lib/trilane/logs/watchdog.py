@@ -90,7 +90,7 @@ class Watchdogs:
                 same[DEFAULT, False, "nothing of them is in this log"] = silent
         lines = []
         for group, is_late, text in sorted(same):
-            ranks = ranges(sorted(same[group, is_late, text]), 16)
+            ranks = ranges(same[group, is_late, text])
             lines.append(f"{group or 'a process group'}: ranks {ranks}: {text}")
         return lines[:SHOWN]
 

@@ -63,20 +63,11 @@ def with_bounds(value: float, low: float, high: float) -> str:
     return f"{text} ({low_text} to {high_text})"
 
 
-def ranges(numbers: Iterable[int], most: int = 8) -> str:
-    """ "1-5, 100, 200 and 7 more": whole numbers in order as ranges, at most so many."""
+def ranges(numbers: Iterable[int]) -> str:
+    """ "1-5, 100, 200": whole numbers in order as ranges."""
     words: list[str] = []
-    left_out = 0
     # in a range number and place rise together
     for _, group in groupby(enumerate(sorted(numbers)), lambda pair: pair[1] - pair[0]):
-        members = [number for _, number in group]
-        if len(words) == most:
-            left_out += len(members)
-        elif len(members) > 1:
-            words.append(f"{members[0]}-{members[-1]}")
-        else:
-            words.append(str(members[0]))
-    text = ", ".join(words)
-    if left_out:
-        return f"{text} and {left_out} more"
-    return text
+        first, *others = [number for _, number in group]
+        words.append(f"{first}-{others[-1]}" if others else str(first))
+    return ", ".join(words)

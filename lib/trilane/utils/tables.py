@@ -11,8 +11,6 @@ import urllib.parse
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from datetime import date
-from enum import Enum
-from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar
 
@@ -46,8 +44,6 @@ def as_json(value: Any) -> Any:
         return None
     if isinstance(value, Mapping):
         return {str(name): as_json(item) for name, item in value.items()}
-    if isinstance(value, Enum):
-        return str(value.value)
     if isinstance(value, Path | date):
         return str(value)
     if isinstance(value, str | int | None):
@@ -57,24 +53,12 @@ def as_json(value: Any) -> Any:
     return [as_json(item) for item in value]
 
 
-def frame_of(
-    values: Iterable[Any], columns: Mapping[str, str | Callable[[Any], Any]] | Sequence[str]
-) -> DataFrame:
-    """A DataFrame with a row for each value: frame_of(runs, {"run": "name", "tp": lambda run:
-    run.topology.tp}).
-
-    Of paths alone, such as "topology.tp", the last name heads the column.
-    """
+def frame_of(values: Iterable[Any], columns: Mapping[str, str]) -> DataFrame:
+    """A DataFrame with a row for each value: frame_of(runs, {"run": "name"})."""
     import pandas as pd
 
-    if not isinstance(columns, Mapping):
-        columns = {path.rpartition(".")[2]: path for path in columns}
-    rows = list(values)
-    cells = {}
-    for head, reader in columns.items():
-        read = attrgetter(reader) if isinstance(reader, str) else reader
-        cells[head] = [read(row) for row in rows]
-    return pd.DataFrame(cells)
+    rows = [[getattr(value, name) for name in columns.values()] for value in values]
+    return pd.DataFrame(rows, columns=[*columns])
 
 
 def csv_text(table: DataFrame) -> str:
@@ -333,11 +317,7 @@ def grouped(items: Iterable[T], key: Callable[[T], K]) -> dict[K, list[T]]:
 
 def short(text: str, most: int = 110) -> str:
     """The text as one line of at most `most` characters, with single blanks."""
-    line = " ".join(printable(text).split())
-    if len(line) <= most:
-        return line
-    cut = line[: most - 1].rpartition(" ")[0] or line[: most - 2]
-    return f"{cut} …"
+    return middle(" ".join(printable(text).split()), most)
 
 
 def middle(text: str, most: int = 38) -> str:

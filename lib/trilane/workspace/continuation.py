@@ -8,7 +8,7 @@ from typing import Any
 
 from trilane.config.layer import STANDARD
 from trilane.config.plan import Plan
-from trilane.config.training import ranges_text, until
+from trilane.config.training import until
 from trilane.utils.validation import require, shown, to_mapping
 from trilane.workspace.checkpoints import FOLDER, complete, found_in, read_manifest
 
@@ -75,7 +75,7 @@ def require_same(where: str, manifest: Mapping[str, Any], plan: Plan) -> None:
     rule = f"{checkpoint} has {iteration} iterations already"
     require(iteration <= iterations, "train_iters", iterations, rule)
     skipped = until(held.get("skip", []), iteration)
-    rule = f"{checkpoint} has skipped {ranges_text(skipped) or 'nothing'}"
+    rule = f"{checkpoint} has skipped {skipped or 'nothing'}"
     require(skipped == until(plan.run.skipped, iteration), "skip", plan.run.skip, rule)
 
 

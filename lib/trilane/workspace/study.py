@@ -17,9 +17,8 @@ from trilane.config.model import ModelShape
 from trilane.config.plan import DERIVED, Plan, plan_from_json
 from trilane.config.shapes import GivenShape, read_shape
 from trilane.utils.folder_lock import FolderLock
-from trilane.utils.numbers import size_text
 from trilane.utils.process import python, run
-from trilane.utils.tables import Record, Text, csv_text
+from trilane.utils.tables import Record, csv_text
 from trilane.utils.validation import from_mapping, parse_integers, read_object, require
 from trilane.workspace.installation import outputs_root, stamp
 from trilane.workspace.run import Run, is_started, write_text
@@ -46,19 +45,6 @@ class ModelChoice(Record):
             "gpus": list(self.gpus),
             "gbs": self.gbs,
         }
-
-    def summary(self) -> Text:
-        """The model, the machine and the batch in a sentence, then what was decided."""
-        shape = self.shape
-        size = f"{size_text(shape.parameters)} parameters"
-        model = f"{shape.num_layers} layers × {shape.hidden_size}, {size}"
-        counts = ", ".join(map(str, self.gpus))
-        batch = f"{self.gbs} sequences of {shape.seq_length} tokens an iteration"
-        text = Text.of("{}, on {} GPUs of {}, {}.", model, counts, self.cluster.name, batch)
-        return Text.joined("\n\n", [text, *self.notes])
-
-    def _repr_markdown_(self) -> str:
-        return str(self.summary())
 
 
 class Study(Record):
