@@ -89,7 +89,7 @@ def submit(
     if failed:
         # what did not fit does not fit again
         states = jobs.job_status(run.folder for run in asked)
-        able = [state.has_failed and state.status is not Status.OOM for state in states]
+        able = [state.status.has_failed and state.status is not Status.OOM for state in states]
         asked = [run for run, again in zip(asked, able, strict=True) if again]
     if rewrite:
         for run in asked:
@@ -137,7 +137,7 @@ def status(
     found = jobs.job_status(folders_of(runs))
     values = [job.to_json() for job in found]
     text = [job.summary() for job in found]
-    has_failed = any(job.has_failed for job in found)
+    has_failed = any(job.status.has_failed for job in found)
     return Answer({"jobs": values}, "\n".join(text), int(has_failed))
 
 
@@ -168,7 +168,7 @@ def watch(
     found = jobs.job_status(folders)
     if any(job.status.is_active for job in found):
         return TRY_AGAIN
-    return int(any(job.has_failed for job in found))
+    return int(any(job.status.has_failed for job in found))
 
 
 def folders_of(runs: Sequence[str]) -> list[Path]:

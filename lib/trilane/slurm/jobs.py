@@ -208,11 +208,6 @@ class JobStatus(JobState):
     waiting: int
     exclude: str = ""
 
-    @property
-    def has_failed(self) -> bool:
-        """Whether it ended otherwise than completed, or saved and stopped."""
-        return self.status.has_failed
-
     def to_json(self) -> dict[str, Any]:
         """The JSON object of `trilane slurm status`, in which the key of our status is
         `verdict`.

@@ -127,7 +127,7 @@ class StudyRuns(Table):
         """
         states = self.status()
         for job in states:
-            if job.has_failed:
+            if job.status.has_failed:
                 raise RuntimeError(f"{job.run} did not complete: {job.evidence}")
         done = sum(job.status is Status.COMPLETED for job in states)
         text = "**{} of {} plans have trained to the end**, in {:code}."
