@@ -99,7 +99,7 @@ BAD = [
         f"{HEAD}        self.mean = nn.BatchNorm1d(64)\n{FORWARD}x",
         "layer.mean.running_mean is state",
     ),
-    (HEAD.replace("config, layer_number", "width"), "cannot be made by (config, layer_number)"),
+    (HEAD.replace("config, layer_number", "width"), "cannot be made (TypeError"),
     ("Own = 3", "Own is no class of torch.nn.Module"),
     ("class Own(:", "cannot be imported (SyntaxError: invalid syntax"),
     ("import sys; sys.exit(0)", "cannot be imported (line 1, SystemExit"),

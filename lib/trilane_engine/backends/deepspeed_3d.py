@@ -199,10 +199,17 @@ class TransformerLayer(nn.Module):
             return self.layer(hidden_states=x, attention_mask=None)[0]
 
 
-class FinalNorm(Norm):
+class FinalNorm(nn.Module):
     """The norm after the last layer."""
 
     prefix = "decoder.final_layernorm."
+
+    def __init__(self, settings: TransformerConfig) -> None:
+        super().__init__()
+        self.layer = Norm(settings, settings.hidden_size)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x)
 
 
 def mean_loss(scores: Tensor, labels: Tensor, fused: bool) -> Tensor:
@@ -224,7 +231,7 @@ def layers(plan: Plan, settings: TransformerConfig) -> list[LayerSpec]:
         specs.append(LayerSpec(FirstNorm, settings))
     for number in range(shape.num_layers):
         specs.append(LayerSpec(TransformerLayer, shape, settings, number))
-    return [*specs, LayerSpec(FinalNorm, settings, shape.hidden_size), last]
+    return [*specs, LayerSpec(FinalNorm, settings), last]
 
 
 def canonical_parameters(stage: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:

@@ -236,32 +236,20 @@ def alibi(
     return added
 
 
-class Norm(nn.Module):
-    """torch's LayerNorm or RMSNorm, (S, B, C) -> (S, B, C), marked for sequence parallelism.
+class Norm:
+    """Makes torch's LayerNorm or RMSNorm, (S, B, C) -> (S, B, C), marked for sequence parallelism.
 
     There each rank sees a part of the sequence, so its gradients are partial: the mark on the
     parameters makes finalize_model_grads sum them over the tensor-parallel group. megatron-core's
     own torch norm refuses it.
     """
 
-    bias: nn.Parameter | None
-
-    def __init__(self, config: TransformerConfig, hidden_size: int, **_: Any) -> None:
-        super().__init__()
-        self.eps = config.layernorm_epsilon
-        self.size = (hidden_size,)
-        self.weight = nn.Parameter(torch.empty(hidden_size, dtype=config.params_dtype).fill_(1.0))
-        with_bias = config.normalization == "LayerNorm"
-        self.register_parameter(
-            "bias", nn.Parameter(torch.zeros_like(self.weight)) if with_bias else None
-        )
-        for parameter in self.parameters():
+    def __new__(cls, config: TransformerConfig, hidden_size: int, **_: Any) -> Any:
+        kind = nn.LayerNorm if config.normalization == "LayerNorm" else nn.RMSNorm
+        norm = kind(hidden_size, config.layernorm_epsilon, dtype=config.params_dtype)
+        for parameter in norm.parameters():
             parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.bias is None:
-            return F.rms_norm(x, self.size, self.weight, self.eps)
-        return F.layer_norm(x, self.size, self.weight, self.bias, self.eps)
+        return norm
 
 
 def sum_over_tp(gradient: Tensor) -> Tensor:

@@ -98,12 +98,11 @@ def own_spec(plan: Plan, standard: ModuleSpec) -> ModuleSpec:
         config = copy.copy(config)  # the class may change it, for this layer alone
         config.perform_initialization = True  # it also marks what linear layers divide
         module: nn.Module
-        if issubclass(kind, TransformerLayer):
-            with refused(layer, "cannot be made by (config, submodules, **options)"):
+        with refused(layer, "cannot be made"):
+            if issubclass(kind, TransformerLayer):
                 parts = copy.deepcopy(submodules)
                 module = kind(config, parts, layer_number=layer_number, **groups)
-        else:
-            with refused(layer, "cannot be made by (config, layer_number)"):
+            else:
                 module = Wrapped(kind(config, number), number)
         rng.restore(before)
         return module
