@@ -59,7 +59,6 @@ def read_folder(folder: Path, grid: Grid | None = None) -> Evidence:
     grid, names = files.assign(grid or _grid(folder, paths, files.notes))
     readable = {*files.dumps, *files.recordings}
     rule = "holds no dump (py-spy, faulthandler, Flight Recorder) that can be read"
-    rule = "; ".join([rule, *files.notes[:1]])
     require(any(rank < rank_grid.MOST for rank in readable), "folder", folder, rule)
     ranks = readable | files.unreadable
     if grid is None:

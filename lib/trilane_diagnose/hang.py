@@ -20,15 +20,13 @@ from trilane_diagnose.waits import Conditions, conditions
 
 SHOWN_FRAMES = 6
 SHOWN_REASONS = 4
-# of the frames that start every program
-STARTS = ("run_module (", "<module> (", "_bootstrap")
 EXAMPLE = "Nothing hangs in this study. Shown is an example, made up from the BLOOM chronicles."
 
 
 @dataclass(frozen=True, kw_only=True)
 class Group(Record):
     """Ranks with one stack: what they wait in, over which group of ranks, called where; what they
-    do.
+    do; and the ranks that they wait for.
     """
 
     ranks: tuple[int, ...]
@@ -38,14 +36,12 @@ class Group(Record):
     state: str
     where: str
     frames: tuple[str, ...]
+    waits_for: tuple[int, ...]
 
     @property
     def stack(self) -> str:
-        """The stack in one line, innermost frame first, without the frames that start every
-        program.
-        """
-        own = [frame for frame in self.frames if not frame.startswith(STARTS)]
-        return " < ".join((own or self.frames)[:SHOWN_FRAMES])
+        """The innermost frames in one line."""
+        return " < ".join(self.frames[:SHOWN_FRAMES])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,8 +50,7 @@ class Verdict(Table):
     first.
 
     `reasons` are by suspect, strongest evidence first; `exclude` is sbatch's option to leave out
-    their `nodes`, "" where it cannot help or names are unknown; `edges` is who waits for whom;
-    `example`: the dumps are made up.
+    their `nodes`, "" where it cannot help or names are unknown; `example`: the dumps are made up.
     """
 
     folder: Path
@@ -66,7 +61,6 @@ class Verdict(Table):
     exclude: str
     paragraph: str
     notes: tuple[str, ...]
-    edges: dict[int, set[int]]
     example: bool = False
 
     @property
@@ -116,15 +110,8 @@ class Verdict(Table):
         return "\n".join(lines)
 
     def to_json(self) -> dict[str, Any]:
-        waiting_for = []
-        for group in self.groups:
-            targets: set[int] = set().union(*(self.edges.get(rank, ()) for rank in group.ranks))
-            if targets:
-                wait = {name: getattr(group, name) for name in ("ranks", "op", "axis", "site")}
-                waiting_for.append(wait | {"for": sorted(targets)})
         values = {
             "groups": self.groups,
-            "waiting_for": waiting_for,
             "suspects": self.suspects,
             "nodes": self.nodes,
             "exclude": self.exclude,
@@ -163,7 +150,6 @@ def _verdict(folder: Path, evidence: Evidence) -> Verdict:
         exclude=exclude,
         paragraph=_paragraph(evidence, found, suspects),
         notes=(*evidence.notes, *_notes(found)),
-        edges=suspects.edges,
     )
 
 
@@ -213,6 +199,7 @@ def _groups(found: Conditions, suspects: Suspects) -> list[Group]:
         site = str(condition.frames[0]) if condition.frames else ""
         if condition.wait:
             site = str(condition.wait.site)
+        targets: set[int] = set().union(*(suspects.edges.get(rank, ()) for rank in ranks))
         group = Group(
             ranks=tuple(ranks),
             op=condition.wait.op if condition.wait else "",
@@ -221,6 +208,7 @@ def _groups(found: Conditions, suspects: Suspects) -> list[Group]:
             state=condition.kind,
             where=condition.text,
             frames=tuple(map(str, condition.frames)),
+            waits_for=tuple(sorted(targets)),
         )
         groups.append(group)
     return sorted(groups, key=lambda group: (-len(group.ranks), group.ranks))

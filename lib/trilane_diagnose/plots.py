@@ -9,7 +9,6 @@ from trilane.report.plots.style import COLORS, figure, finished, plain
 from trilane_diagnose.hang import Verdict
 
 GAP = 0.6  # between replicas, in ranks
-ELSEWHERE = "#c4ccd3"
 EDGE: dict[str, Any] = {"ec": "#8b98a3", "lw": 0.4}
 FRAME: dict[str, Any] = {"ec": "black", "lw": 2.2}  # of a suspect
 
@@ -19,19 +18,15 @@ def hang_grid(verdict: Verdict) -> Figure:
     framed.
     """
     tp, pp, dp = verdict.grid.sizes
-    groups = verdict.groups[: len(COLORS)]
-    others = verdict.groups[len(COLORS) :]
+    groups = verdict.groups[: len(COLORS)]  # ranks of others stay white
     width = min(13.0, 4.5 + 0.16 * tp * dp)
     drawing, axes = figure(width, 1.9 + 0.32 * pp + 0.22 * len(groups))
-    colors = {rank: ELSEWHERE for group in others for rank in group.ranks}
+    colors: dict[int, str] = {}
     handles = []
     for group, color in zip(groups, COLORS, strict=False):
         colors |= dict.fromkeys(group.ranks, color)
         name = f"{len(group.ranks)} ranks: {group.site or group.where}"
         handles.append(Patch(fc=color, label=plain(name)))
-    if others:
-        rest = sum(len(group.ranks) for group in others)
-        handles.append(Patch(fc=ELSEWHERE, label=f"{rest} ranks elsewhere"))
     if verdict.suspects:
         handles.append(Patch(fill=False, label="suspects", **FRAME))
     for place in verdict.grid.places:

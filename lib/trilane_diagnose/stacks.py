@@ -60,7 +60,7 @@ Frames = tuple[Frame, ...]  # a stack, innermost frame first
 def frame(function: str, file: str, line: str | int) -> Frame:
     """The Frame of a function, which may be qualified by its class; of long names the end."""
     name = function[-LONGEST_NAME:]
-    path = file[-LONGEST_NAME:].replace("\\", "/").rpartition("site-packages/")[2]
+    path = file[-LONGEST_NAME:].rpartition("site-packages/")[2]
     # Tools shorten paths differently: the last three parts below site-packages are common to all.
     end = "/".join(path.split("/")[-3:])
     number = int(line) if str(line).isdecimal() else 0
@@ -212,7 +212,7 @@ def read_faults(text: str) -> Dump:
 @dataclass(frozen=True, kw_only=True)
 class LastCalls(Record):
     """The places where the traces of ranks end, the rarest first, which are the suspects: the
-    function entered last, the last line run, and the ranks.
+    function entered last, the last line run, and the files.
     """
 
     groups: tuple[dict[str, Any], ...]
@@ -234,12 +234,9 @@ def last_calls(folder: Path) -> LastCalls:
     paths = sorted(filter(Path.is_file, folder.rglob("*")), key=lambda path: natural(path.name))
     groups = []
     for (function, line), traces in grouped(paths, _last_call).items():
-        ranks = []
-        for path in traces:
-            match = re.search(r"rank[_-]?(\d+)", path.name)
-            ranks.append(match[1] if match else path.stem)
         if line:
-            groups.append({"function": function, "line": line, "ranks": ranks})
+            names = [path.stem for path in traces]
+            groups.append({"function": function, "line": line, "ranks": names})
     require(bool(groups), "folder", folder, "holds no trace of Python's trace module")
     groups.sort(key=lambda group: (len(group["ranks"]), group["function"]))
     return LastCalls(groups=tuple(groups))

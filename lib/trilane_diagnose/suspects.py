@@ -95,7 +95,7 @@ class _Graph:
         absent.
 
         Taken are the groups with the fewest, but at least one, members absent from that line; among
-        equals those whose absent members do not wait themselves, then the largest.
+        equals the largest.
         """
         axes: dict[int, str] = {}
         sites = defaultdict[object, list[int]](list)
@@ -106,12 +106,12 @@ class _Graph:
             else:
                 sites[wait.call].append(rank)
         for ranks in sites.values():
-            costs = {"world": (len(self.found), 0)}
+            costs = {"world": len(self.found)}
             for axis in AXES:
                 members = set().union(*(self.grid.group(axis, rank) for rank in ranks))
                 absent = members & self.known - {*ranks}
                 if absent:
-                    costs[axis] = len(absent), len(absent & self.waits.keys())
+                    costs[axis] = len(absent)
             axes |= dict.fromkeys(ranks, min(costs, key=costs.__getitem__))
         return axes
 
@@ -203,8 +203,7 @@ class _Graph:
             is_evident = not any(self.found[rank].kind in NO_EVIDENCE for rank in cycle)
             if is_evident and (len(cycle) > 1 or cycle <= waited):
                 reasons |= self._odd_ones(cycle)
-        # Where one is named in its cycle, others may wait in theirs for what it left out.
-        return {rank: text for rank, text in reasons.items() if OPEN not in text} or reasons
+        return reasons
 
     def _odd_ones(self, cycle: set[int]) -> Reasons:
         """Of ranks that wait for each other, those that differ."""

@@ -344,17 +344,14 @@ def _hangs(monitor: HangMonitor, folder: Path, is_asked: bool) -> bool:
 
 
 def main(argv: list[str]) -> None:
-    """Watch the node of the process argv[1], its first rank argv[2] (default 0), of the run in
-    argv[0].
-    """
+    """Watch the node of the process argv[1], its first rank argv[2], of the run in argv[0]."""
     folder = Path(argv[0])
     parent = int(argv[1])
-    first = int(argv[2]) if len(argv) > 2 else 0
     # The parent passes its own id, as it may have ended before we could ask. A capture that waits
     # for other nodes must not outlive it either: SLURM drains a node on which a job's process does
     # not end ("Kill task failed").
     die_with(parent, signal.SIGTERM)
-    watch_node(folder, parent, first)
+    watch_node(folder, parent, int(argv[2]))
 
 
 if __name__ == "__main__":

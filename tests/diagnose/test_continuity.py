@@ -10,7 +10,7 @@ import pytest
 from recorded import compare
 from restart_logs import Training, cosine, loss_of, text, written
 from test_measure import log
-from test_spikes import wandering
+from test_spikes import noisy
 
 from trilane.analysis.loss_curve import trainings
 from trilane.cli.app import main
@@ -107,16 +107,15 @@ def test_nothing_is_found_after_a_skip_or_in_a_new_run(tmp_path):
     assert not judged(tmp_path, *(text(PLAIN.rows(1, 200, run=n)) for n in (0, 1)))
 
 
-@pytest.mark.parametrize("memory", [0.0, 0.9])
-def test_noise_is_no_break(memory):
+def test_noise_is_no_break():
     for seed in range(40):
-        loss = wandering(600, 0.02, seed, memory)
+        loss = noisy(600, 0.02, seed)
         after = log(200, first=401, lm_loss=loss[400:], name="b.log")
         assert not find_breaks([log(400, lm_loss=loss[:400]), after]).breaks
 
 
 def test_a_loss_of_another_level_is_found_sooner_on_the_same_data():
-    loss = wandering(1400, 0.01, memory=0.0)
+    loss = noisy(1400, 0.01)
 
     def causes(factor, first):
         after = log(1401 - first, first=first, lm_loss=loss[first - 1 :] * factor, name="b.log")

@@ -198,7 +198,7 @@ def test_without_our_launcher_the_first_rank_of_a_node_starts_the_watchdog_and_i
 WATCHED = """
 import os, signal, subprocess, sys
 signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # as ranks do
-subprocess.run([sys.executable, "-m", "trilane_diagnose.watchdog", sys.argv[1], str(os.getpid())])
+subprocess.run([sys.executable, "-m", "trilane_diagnose.watchdog", sys.argv[1], str(os.getpid()), "0"])
 """
 
 
@@ -242,5 +242,5 @@ def test_a_watchdog_answers_a_capture_and_ends_with_its_rank_while_it_waits_for_
 def test_a_watchdog_whose_rank_has_ended_before_it_began_ends_too(tmp_path: Path) -> None:
     """It would hold the job's output open for ever."""
     (tmp_path / "plan.json").write_text(json.dumps(small_plan().to_json()))
-    command = [sys.executable, "-m", "trilane_diagnose.watchdog", str(tmp_path), "999999999"]
+    command = [sys.executable, "-m", "trilane_diagnose.watchdog", str(tmp_path), "999999999", "0"]
     assert subprocess.run(command, env=LIBRARY, timeout=120, check=False).returncode < 0
