@@ -132,7 +132,7 @@ class TrainingLog:
             values: Line = {"iteration": batch.number, "consumed_samples": batch.end}
             values |= {"lm_loss": loss, "seconds": seconds}
             self._evaluations.write(json.dumps(values).encode() + b"\n")
-            print(validation_lines(batch.number, loss), flush=True)
+            print(validation_line(batch.number, loss), flush=True)
 
     def close(self) -> None:
         """Write what waits for free space on the disk."""
@@ -140,15 +140,11 @@ class TrainingLog:
         self._steps.write(b"")
 
 
-def validation_lines(iteration: int, loss: float) -> str:
-    """What Megatron-LM prints, training.py of 2025 (evaluate_and_print_results), and BigScience's
-    fork.
-    """
+def validation_line(iteration: int, loss: float) -> str:
+    """Megatron-LM's line, training.py of 2025 (evaluate_and_print_results), without its rules."""
     perplexity = math.exp(min(loss, 20.0))  # in this order a NaN stays one
     text = f" validation loss at iteration {iteration} | lm loss value: {loss:.6E} | "
-    text += f"lm loss PPL: {perplexity:.6E} | "
-    rule = "-" * (len(text) + 1)
-    return f"{rule}\n{text}\n{rule}"
+    return f"{text}lm loss PPL: {perplexity:.6E} | "
 
 
 def memory_line(rank: int, iterations: int, device: torch.device) -> str:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from trilane.config.engines import shows_gpu
 from trilane.config.plan import Plan
 from trilane.utils.process import held_port
-from trilane.utils.validation import HostError, require
+from trilane.utils.validation import HostError, require, shown
 from trilane_engine import patches
 from trilane_engine.torchrun import WAIT_S
 
@@ -117,16 +117,7 @@ def start_process_group(precision: str) -> World:
     # Longer than the slowest work of one rank while the others wait, preparing a corpus on a shared
     # disk.
     timeout = timedelta(minutes=30)
-    # that of torchrun's agents where there are some, else rank 0's, which waits for the others
-    has_agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    store = dist.TCPStore(
-        os.environ["MASTER_ADDR"],
-        int(os.environ["MASTER_PORT"]),
-        world.size,
-        world.is_first and not has_agents,
-        timedelta(seconds=WAIT_S),
-        multi_tenant=not has_agents,
-    )
+    store = _meet(world)
     store.set_timeout(timeout)
     # Without `device_id`, which would make NCCL's communicators at once: torch 2.13 then splits
     # every new_group() off the first (distributed_c10d._new_process_group_helper), also on the
@@ -141,6 +132,23 @@ def start_process_group(precision: str) -> World:
         timeout=timeout,
     )
     return world
+
+
+def _meet(world: World) -> dist.Store:
+    """The store of all ranks: that of torchrun's agents where there are some, else rank 0's, which
+    waits for the others. HostError where they do not come within WAIT_S.
+    """
+    has_agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    address = os.environ["MASTER_ADDR"]
+    port = int(os.environ["MASTER_PORT"])
+    is_host = world.is_first and not has_agents
+    wait = timedelta(seconds=WAIT_S)
+    try:
+        return dist.TCPStore(address, port, world.size, is_host, wait, multi_tenant=not has_agents)
+    except dist.DistError as error:
+        if "EADDRINUSE" in str(error):
+            raise
+        raise HostError(f"rendezvous={address}:{port}: {shown(error)}") from None
 
 
 def own_device(precision: str) -> torch.device:
