@@ -13,9 +13,9 @@ import pytest
 from support import REPOSITORY, small_cluster
 
 from trilane.cli.app import main
-from trilane.config.cluster import Cluster, cluster
-from trilane.config.engines import default_topology, label_of
-from trilane.config.model import ModelShape, parse_shape
+from trilane.cli.plan import plan_of
+from trilane.config.cluster import cluster
+from trilane.config.model import parse_shape
 from trilane.config.plan import Plan, read_plan
 from trilane.costmodel.calibration import to_json
 from trilane.costmodel.predict import Prediction, predict
@@ -27,22 +27,14 @@ from trilane.workspace.study import Study
 matplotlib.use("Agg")
 
 
-def plan_of(shape: str | ModelShape, machine: Cluster, engine: str, **chosen: Any) -> Plan:
-    shape = parse_shape(shape) if isinstance(shape, str) else shape
-    topology = default_topology(shape, machine, engine, **chosen)
-    label = label_of(shape, machine, topology, engine)
-    return Plan(label=label, shape=shape, cluster=machine, topology=topology, engine=engine)
-
-
 A100 = cluster("jz-a100-80g")
+SMALL = {"tp": 1, "pp": 2, "dp": 1, "mbs": 2, "gbs": 4}
+LARGE = {"tp": 4, "pp": 6, "dp": 16, "mbs": 2, "gbs": 2048, "recompute": "full"}
+LARGE["attention"] = "scores"
+SHAPES = [parse_shape("6,64,2,32,384"), parse_shape("72,14336,64,2048,250880")]
 PLANS = {
-    "this machine": plan_of(
-        "6,64,2,32,384", small_cluster(), "megatron", tp=1, pp=2, dp=1, mbs=2, gbs=4
-    ),
-    "out of memory": plan_of(
-        *("72,14336,64,2048,250880", A100, "deepspeed-3d"),
-        **dict(tp=4, pp=6, dp=16, mbs=2, gbs=2048, recompute="full", attention="scores"),
-    ),
+    "this machine": plan_of(SHAPES[0], small_cluster(), "megatron", 0, SMALL),
+    "out of memory": plan_of(SHAPES[1], A100, "deepspeed-3d", 0, LARGE),
 }
 SITES = {"this machine": "local", "out of memory": "jean-zay-a100"}
 FREE = (

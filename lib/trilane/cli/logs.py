@@ -43,7 +43,6 @@ def parse(
     """
     use(dialect)
     if csv:
-        require(csv.parent.is_dir(), "csv", csv, "its folder does not exist")
         require(csv.resolve() not in map(Path.resolve, logs), "csv", csv, "is a log")
     runs, unread = measure_all(logs)
     code = exit_code(unread, runs)

@@ -78,7 +78,6 @@ def calibrate(
     from trilane.workspace.study import load_cluster
 
     require(not output.exists(), "output", output, "exists; name another file")
-    require(output.parent.is_dir(), "output", output, "its folder does not exist")
     found = fit_source(rows, load_cluster(cluster))
     # the name by which other commands know the constants of this file
     kept = {**found.fitted.kept(), "name": str(output)}

@@ -140,11 +140,8 @@ def numbers_of(c: Candidate, tokens: float) -> dict[str, str]:
     t = c.topology
     interval = (p.sec_per_it, p.sec_lo, p.sec_hi)
     days = [training_days(c.plan.shape, t, seconds, tokens) for seconds in interval]
-    sizes = f"{t.tp} x {t.pp} x {t.dp}"
-    if t.cp > 1:
-        sizes = f"{t.tp} x {t.cp} (CP) x {t.pp} x {t.dp}"
     return {
-        "TP x PP x DP; id": f"{sizes}\n{c.plan.id}",
+        "TP x CP x PP x DP; id": f"{t.tp} x {t.cp} x {t.pp} x {t.dp}\n{c.plan.id}",
         "ZeRO; recompute": f"{t.zero}; {t.recompute}",
         "microbatches": f"{t.microbatches} of {t.mbs}",
         "seconds (90 %)": "{}\n{} to {}".format(*with_interval(*interval)),
