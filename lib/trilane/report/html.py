@@ -5,6 +5,7 @@ markup.
 import base64
 import functools
 import hashlib
+import io
 import json
 import re
 from importlib import resources
@@ -101,8 +102,9 @@ def without_places(text: str, study: Path) -> str:
     """
     for place in (study, study.parent, checkout(), Path.home()):
         if place and str(place) != "/":
-            name = re.escape(str(place.absolute()))  # at the beginning of a word
-            pattern = rf"(?<![\w.-]){name}(/(?=\S)|(?![\w.-]))"
+            # at the beginning of a word, also after an escaped line end in JSON
+            name = re.escape(str(place.absolute()))
+            pattern = rf"(?:(?<![\w.-])|(?<=\\[nrt])){name}(/(?=\S)|(?![\w.-]))"
             text = re.sub(pattern, lambda match: "" if match[1] else ".", text)
     return text
 
@@ -159,17 +161,37 @@ class _Renderer(mistune.HTMLRenderer):
         return str(Html.of("<p>{}</p>\n", html))
 
     def inline_math(self, latex: str) -> str:
-        return str(Html.of("<code>{}</code>", latex))
+        return formula(latex)
 
     def block_math(self, latex: str) -> str:
-        return str(Html.of("<p><code>{}</code></p>\n", latex))
+        return f"<p>{formula(latex)}</p>\n"
 
 
 def markdown_html(text: str) -> str:
-    """Markdown with tables as HTML; of formulas ($...$, $$...$$) the source."""
+    """Markdown with tables and formulas ($...$, $$...$$) as HTML."""
     return str(
         mistune.create_markdown(renderer=_Renderer(escape=False), plugins=["table", "math"])(text)
     )
+
+
+def formula(latex: str) -> str:
+    """A formula as a picture with its source as the text; the source alone where it is no LaTeX.
+
+    What matplotlib's mathtext draws: one line, \\frac, \\sqrt, \\sum, \\mathrm; no environments.
+    """
+    from matplotlib.font_manager import FontProperties
+    from matplotlib.mathtext import math_to_image
+
+    line = " ".join(latex.split())
+    drawn = io.BytesIO()
+    font = FontProperties(size=12)  # points, as the text beside it
+    try:
+        depth = math_to_image(f"${line}$", drawn, font, dpi=72, format="svg")
+    except ValueError:
+        return str(Html.of("<code>{}</code>", line))
+    source = f"data:image/svg+xml;base64,{base64.b64encode(drawn.getvalue()).decode()}"
+    style = f"vertical-align: {-depth:.1f}pt"
+    return str(Html.of('<img class="math" alt="{}" style="{}" src="{}">', line, style, source))
 
 
 def plain_html(text: str) -> str:

@@ -76,7 +76,7 @@ def explorer(found: SearchResult, tokens: float = 0.0) -> Interactive:
     both = [panels.resolve_scale(**apart), _schedule()]
     figure = alt.concat(*both, columns=1, spacing=20, data=alt.NamedData("plans"))
     figure = figure.resolve_scale(**apart)
-    figure = figure.configure_legend(columns=5, labelFontSize=11, labelLimit=260)
+    figure = figure.configure_legend(columns=4, labelFontSize=11, labelLimit=260)
     for name, row in (("a", best), ("b", safe)):
         box = alt.binding_select(name=f"{name.upper()} ", **boxes)
         figure = figure.add_params(alt.param(name, value=row["id"], bind=box))
@@ -238,7 +238,7 @@ def _numbers(rows: Sequence[Row]) -> Any:
 def _bars(title: str, field: str, names: Sequence[str]) -> Any:
     """The parts of the picked plan and of the pins, one after another."""
     place = f"indexof({[*names]!r}, datum.part)"
-    base = _three(title=title, width=430, height=66).transform_calculate(part=repr([*names]))
+    base = _three(title=title, width=400, height=66).transform_calculate(part=repr([*names]))
     base = base.transform_flatten(["part", field]).transform_filter(f"datum.{field} > 0")
     titles = {"which": "", "label": "plan", "part": "part", field: title}
     return (
@@ -285,5 +285,5 @@ def _schedule() -> Any:
         tooltip=tooltips(titles),
     )
     zoom = alt.selection_interval(name="zoom", encodings=["x"], bind="scales")
-    look: Any = {"name": "schedule", "width": 640, "height": 190, "view": {"fill": HUES["bubble"]}}
+    look: Any = {"name": "schedule", "width": 900, "height": 190, "view": {"fill": HUES["bubble"]}}
     return alt.layer(lines.add_params(zoom)).properties(title="Pipeline schedule, picked", **look)
