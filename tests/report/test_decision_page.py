@@ -53,7 +53,7 @@ def test_the_verdict_stands_on_the_first_screen_and_the_page_on_one_sheet(
         TITLE,
         "Do not start on 2027-01-04",
         "done by 2027-",
-        "risk to miss the deadline 2027-05-31",
+        "P(deadline missed)",
         "GiB",
     ):
         assert part in text, text

@@ -8,7 +8,6 @@ from itertools import islice
 from typing import Any
 
 from trilane.config.engines import ENGINES, default_attention, untrainable_reason
-from trilane.config.plan import Plan
 from trilane.costmodel.predict import SAFE
 from trilane.forecasting.forecast import Forecast, Json
 from trilane.forecasting.request import ForecastRequest
@@ -72,10 +71,11 @@ class Cases(Table):
         return pd.DataFrame(rows)
 
 
-def simulated(name: str, request: ForecastRequest, note: str = "", **changes: Any) -> Case:
+def simulated(name: str, request: ForecastRequest, **changes: Any) -> Case:
     """The request with these changes; ValueError where it cannot run."""
     changed = Forecast(request=replace(request, **changes))
     changed.finish(0.95)  # what cannot be simulated is refused here
+    note = untrainable_reason(changed.request.plan.topology) or ""
     return Case(name=name, note=note, forecast=changed)
 
 
@@ -100,13 +100,7 @@ def searched(base: Forecast, name: str = "", safe: bool = True, **changes: Any) 
         with contextlib.suppress(ValueError):
             plan = replace(candidate.plan, layer=r.plan.layer)
             if plan.id != r.plan.id:
-                yield on_plan(r, plan, name)
-
-
-def on_plan(request: ForecastRequest, plan: Plan, name: str = "") -> Case:
-    """The request for another plan; ValueError where that cannot run."""
-    note = untrainable_reason(plan.topology) or ""
-    return simulated(name or plan.label, request, note, plan=plan)
+                yield simulated(name or plan.label, r, plan=plan)
 
 
 def alternatives(base: Forecast) -> Cases:
@@ -142,12 +136,11 @@ def what_ifs(base: Forecast) -> Cases:
     }
     most = int(0.67 * r.plan.topology.gpus)
     node = r.plan.cluster.gpus_per_node
-    if most <= node:
-        node = 1
     cases = list[Case]()
     # in whole nodes, of which up to three fewer may divide better
-    if counts := [*range(most // node * node, 0, -node)][:4]:
-        cases += islice(searched(base, "GPUs × 0.67", gpus=counts), 1)
+    counts = [gpus for gpus in range(most, 0, -1) if most <= node or gpus % node == 0]
+    if counts:
+        cases += islice(searched(base, "GPUs × 0.67", gpus=counts[:4]), 1)
     for name, changes in tries.items():
         with contextlib.suppress(ValueError):
             cases.append(simulated(name, r, **changes))

@@ -71,7 +71,7 @@ class InTime(Table):
 
     def to_frame(self) -> DataFrame:
         """A row a plan in the columns of a search; tokens; days_p50, days_p90, gpu_hours_p50,
-        gpu_hours_p90, which half and nine of ten runs keep; money, NaN without a price.
+        gpu_hours_p90, which half and nine of ten runs keep; money where there is a price.
         """
         return _frame(self.rows)
 
@@ -125,10 +125,7 @@ def _frame(rows: Sequence[Dated]) -> DataFrame:
     import pandas as pd
 
     records = [plan_columns(r.proposal.plan, r.proposal.prediction) | r.costs for r in rows]
-    frame = pd.DataFrame(records, index=range(1, len(rows) + 1))
-    if records:
-        return frame.astype({"money": float})
-    return frame
+    return pd.DataFrame(records, index=range(1, len(rows) + 1))
 
 
 def _largest(r: SizeRequest, days: float, price: float | None) -> Dated | None:
@@ -237,7 +234,8 @@ def dated(proposal: Proposal, request: SizeRequest, price: float | None = None) 
             costs[f"days_{end}"] = run.days(quantile)
             costs[f"gpu_hours_{end}"] = run.gpu_hours(quantile)
     costs |= {"parameters": size, "tokens": tokens, "tokens_per_parameter": tokens / size}
-    costs["money"] = None if price is None else price * costs["gpu_hours_p50"]
+    if price is not None:
+        costs["money"] = price * costs["gpu_hours_p50"]
     return Dated(proposal=proposal, costs=costs)
 
 

@@ -8,7 +8,7 @@ from trilane.config.plan import Plan, plan_from_json, read_plan_values
 from trilane.costmodel.calibration import Calibration
 from trilane.costmodel.predict import SAFE
 from trilane.costmodel.shipped import constants_of
-from trilane.forecasting.alternatives import Case, Cases, alternatives, levers, on_plan, what_ifs
+from trilane.forecasting.alternatives import Case, Cases, alternatives, levers, simulated, what_ifs
 from trilane.forecasting.forecast import MEMORY, Forecast, Json
 from trilane.forecasting.request import ForecastRequest
 from trilane.planning.search_result import TIE
@@ -109,7 +109,7 @@ class Decision(Table):
             return self.plan
         if self.known:
             with contextlib.suppress(ValueError):  # it does not divide every size of the ramp
-                return on_plan(r, self.known)
+                return simulated(self.known.label, r, plan=self.known)
         cases = (self.plan, *self.alternatives.kinds["topology"])
         return min(cases, key=lambda case: case.forecast.request.prediction.sec_per_it)
 
@@ -292,12 +292,8 @@ class Decision(Table):
         origin = self.source.get("file", "none")
         if made_by:
             origin += f", made by {made_by['notebook']} on {made_by['time'][:10]}"
-        late = Text()
-        if self.is_stale:
-            again = "plans.json was written again since; run 07_calendar again."
-            late = Text(f"\n\n**Attention:** {again}")
         plan = self.asked.request.plan
-        return Text.of("Asked for: plan {:code} of {}.{}", plan.id, origin, late)
+        return Text.of("Asked for: plan {:code} of {}.", plan.id, origin)
 
     def to_frame(self) -> DataFrame:
         """A row for each case on the page: its kind, its name, and the numbers of

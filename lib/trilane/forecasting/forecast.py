@@ -226,13 +226,8 @@ class Forecast(Table):
 
     def risks(self) -> str:
         """How likely each limit that was given fails."""
-        r = self.request
         facts = self.facts()
-        words = list[str]()
-        if DEADLINE in facts:
-            words.append(f"{facts[DEADLINE]} risk to miss the deadline {r.deadline}")
-        if ALLOCATION in facts:
-            words.append(f"{facts[ALLOCATION]} risk to overrun {r.allocation:,.0f} GPU-hours")
+        words = [f"{name} {facts[name]}" for name in (DEADLINE, ALLOCATION) if name in facts]
         return ", ".join(words) or "no deadline and no allocation to fail"
 
     def facts(self) -> dict[str, str]:
