@@ -10,17 +10,16 @@ from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import fmean, median
+
+import numpy as np
 
 from trilane.utils.files import append_line, json_lines, read_text
 from trilane.utils.tables import one_line
-from trilane.utils.validation import require
 
 # the phases of a rank's own work
 OWN = ("batch-generator", "forward-compute", "backward-compute", "optimizer")
 LATE = 10  # how many iterations in a row must be late before a run counts as slow
 LUCK = 2  # iterations in time among late ones: what holds a rank up may miss some
-MOST = 1e9  # seconds, or iterations; more is a damaged number
 # the content of the file `save` that also ends a run; what such a run is stopped by
 RESTART = "a slow node"
 
@@ -38,11 +37,6 @@ class Pace:
     now_s: float = 0.0
     excess_s: tuple[float, ...] = (0.0,) * len(OWN)
 
-    def __post_init__(self) -> None:
-        numbers = (self.late, self.samples, self.usual_s, self.now_s, *map(abs, self.excess_s))
-        ok = len(self.excess_s) == len(OWN) and all(0 <= number < MOST for number in numbers)
-        require(ok, "pace", numbers, "is damaged")
-
 
 class PaceMeter:
     """The pace of one rank. Seconds count by the sample, so that a ramp of the batch size is no
@@ -51,20 +45,25 @@ class PaceMeter:
 
     def __init__(self) -> None:
         # seconds a sample of an iteration and of each phase of OWN; late ones do not become usual
-        self._usual = deque[tuple[float, ...]](maxlen=100)
-        self._late = deque[tuple[float, ...]](maxlen=LATE)
+        self._usual = deque[np.ndarray](maxlen=100)
+        self._late = deque[np.ndarray](maxlen=LATE)
         self._late_count = 0
         self._in_time = 0  # iterations in a row
 
     def add(self, samples: int, seconds: float, phases: Mapping[str, float]) -> Pace:
-        """Add an iteration with this rank's seconds by phase; the pace with it."""
-        times = [seconds, *(phases.get(name, 0.0) for name in OWN)]
-        row = tuple(time / samples for time in times)
+        """Add an iteration with this rank's seconds by phase; the pace with it.
+
+        It is late above five robust standard deviations more than the median, at least a tenth:
+        less costs in an hour only the minutes of a restart.
+        """
+        row = np.array([seconds, *(phases.get(name, 0.0) for name in OWN)]) / samples
         if len(self._usual) < LATE:
             self._usual.append(row)
             return Pace(samples=samples)
-        usual = [samples * median(column) for column in zip(*self._usual, strict=True)]
-        if row[0] > self._limit():
+        rows = np.array(self._usual)
+        usual = np.median(rows, axis=0)
+        deviation = 1.4826 * np.median(abs(rows[:, 0] - usual[0]))
+        if row[0] > usual[0] + max(5.0 * deviation, 0.1 * usual[0]):
             self._late.append(row)
             self._late_count += 1
             self._in_time = 0
@@ -74,26 +73,17 @@ class PaceMeter:
         if self._in_time > LUCK:
             self._late.clear()
             self._late_count = 0
-        now = usual
-        if self._late:
-            now = [samples * fmean(column) for column in zip(*self._late, strict=True)]
-        excess = [after - before for before, after in zip(usual, now, strict=True)]
+        now = np.mean(self._late, axis=0) if self._late else usual
+        usual_s, *usual_phases = (samples * usual).tolist()
+        now_s, *now_phases = (samples * now).tolist()
+        excess = [after - before for before, after in zip(usual_phases, now_phases, strict=True)]
         return Pace(
             late=self._late_count,
             samples=samples,
-            usual_s=usual[0],
-            now_s=now[0],
-            excess_s=tuple(excess[1:]),
+            usual_s=usual_s,
+            now_s=now_s,
+            excess_s=tuple(excess),
         )
-
-    def _limit(self) -> float:
-        """What an iteration may take, s a sample: five robust standard deviations more than the
-        median; at least a tenth: less costs in an hour only the minutes of a restart.
-        """
-        seconds = [row[0] for row in self._usual]
-        middle = median(seconds)
-        deviation = 1.4826 * median(abs(time - middle) for time in seconds)
-        return middle + max(5.0 * deviation, 0.1 * middle)
 
 
 def note(folder: Path, iteration: int, text: str, nodes: tuple[str, ...] = ()) -> None:

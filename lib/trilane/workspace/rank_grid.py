@@ -196,14 +196,15 @@ def from_json(values: Mapping[str, Any]) -> Grid | None:
     cluster = values.get("cluster", {})
     width = values.get("gpus_per_node") or cluster.get("gpus_per_node") or 8
     listed = {int(facts["rank"]): facts for facts in values.get("ranks") or ()}
-    grid = None
-    if not set(COORDINATES).isdisjoint(sizes):
+    is_known = not set(COORDINATES).isdisjoint(sizes)
+    if is_known:
         tp, pp, dp = (sizes.get(name, 1) for name in COORDINATES)
         grid = with_hosts(regular(tp, pp, dp, width), values.get("hosts", ()), width, Known.MAP)
-    if not listed:
-        return grid
-    is_known = grid is not None or "tp" in next(iter(listed.values()))
-    grid = grid or unknown(listed, width)
+    elif listed:
+        grid = unknown(listed, width)
+        is_known = "tp" in next(iter(listed.values()))
+    else:
+        return None
     places = []
     for rank in sorted({*grid.ranks, *listed}):
         base = grid[rank] if rank in grid else grid.places[0]
