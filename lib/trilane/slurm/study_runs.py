@@ -53,13 +53,14 @@ class StudyRuns(Table):
         """A row a plan: label, id, gpus, the predicted sec_per_it, hours, gpu_hours, jobs, and why
         it was chosen.
         """
+        names = ("label", "id", "gpus", "sec_per_it", "hours", "gpu_hours", "jobs", "why")
         costs = chain.costs({run.folder: run.plan for run in self.rows}, self.request)
-        frame = Columns.of_rows(list(costs[0]), [list(cost.values()) for cost in costs]).to_frame()
-        frame["label"] = [run.plan.label for run in self.rows]
-        frame["id"] = [run.plan.id for run in self.rows]
-        frame["sec_per_it"] = [predict(run.plan).sec_per_it for run in self.rows]
-        frame["why"] = [run.reason for run in self.rows]
-        return frame[["label", "id", "gpus", "sec_per_it", "hours", "gpu_hours", "jobs", "why"]]
+        rows = []
+        for run, cost in zip(self.rows, costs, strict=True):
+            each_s = predict(run.plan).sec_per_it
+            figures = (cost["gpus"], each_s, cost["hours"], cost["gpu_hours"], cost["jobs"])
+            rows.append((run.plan.label, run.plan.id, *figures, run.reason))
+        return Columns.of_rows(names, rows).to_frame()
 
     def files(self) -> Html:
         """The files of the first run folder."""
@@ -199,9 +200,7 @@ def _trained(searched: Plan, engine: str, data: Data, lr: float, limits: Limits)
 
 
 def read_plans(path: Path) -> list[dict[str, Any]]:
-    """Plans: of `trilane plan search --json`, of 02_topology's
-    plans.json, or a list.
-    """
+    """Plans: of `trilane plan search --json`, of 02_topology's plans.json, or a list."""
     plans = read_json(path, "plans")
     if isinstance(plans, dict):
         plans = plans.get("plans")
