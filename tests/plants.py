@@ -1,4 +1,4 @@
-"""Six ways in which 384 ranks hang, each with its culprits: what is planted, and the dumps that it
+"""Four ways in which 384 ranks hang, each with its culprits: what is planted, and the dumps that it
 leaves.
 """
 
@@ -83,23 +83,11 @@ def skipped_broadcast(random: Random) -> Scene:
     return scene
 
 
-def two_culprits(random: Random) -> Scene:
-    one, two = anyone(random, range(1)), anyone(random, range(6, 12))
-    scene = stuck_at(one, "data", ("read", "indexed_dataset.py", 41))
-    ops = scene.programs[two]
-    index = first(ops, "mlp")
-    ops[index] = elsewhere(ops[index], ("gelu_impl", "fused.py", 3))
-    scene.stuck[two] = index
-    scene.guilty.add(two)
-    return scene
-
-
 PLANTS: dict[str, Plant] = {
     "a mismatched collective": mismatched,
     "a rank in the data loader": data_loader,
     "a whole node silent": node_silent,
     "a broadcast left out": skipped_broadcast,
-    "two culprits": two_culprits,
 }
 
 

@@ -59,31 +59,6 @@ def generators_forgotten() -> None:
     generators.restore = lambda states: None
 
 
-def data_replayed() -> None:
-    """In the steps after a load the first batch again, unlike what the loader announces."""
-    from trilane.config.batch_rampup import Batch
-    from trilane_engine import loop
-    from trilane_engine.backends.megatron import Megatron
-    from trilane_engine.checkpoint import load
-    from trilane_engine.data.samples import SampleLoader
-
-    given: list[Any] = []
-    original = SampleLoader.microbatches
-    load_state = load.load
-    step = Megatron.step
-
-    def announced(self: SampleLoader, batch: Batch) -> Any:
-        given.append(original(self, Batch(number=1, first=0, gbs=batch.gbs)))
-        return original(self, batch)
-
-    def load_and_change(checkpoint: Any, *args: Any) -> None:
-        load_state(checkpoint, *args)
-        Megatron.step = lambda self, _, *rest: step(self, given[-1], *rest)  # type: ignore[method-assign]
-
-    SampleLoader.microbatches = announced  # type: ignore[method-assign]
-    loop.load = load_and_change
-
-
 @dataclass(frozen=True, kw_only=True)
 class Bug:
     """How it is planted, into which engine on which topology, and which finding names it, about
@@ -111,7 +86,6 @@ BUGS = {
         topology={"tp": 2, "pp": 2, "sequence_parallel": True},
     ),
     "generators not restored": Bug(plant=generators_forgotten, kind="generators"),
-    "the first samples again": Bug(plant=data_replayed, kind="not-restored"),
 }
 
 

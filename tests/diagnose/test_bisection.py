@@ -8,13 +8,13 @@ from support import small_cluster, small_plan
 
 from trilane.config.plan import Plan
 from trilane.workspace.status import read_status
-from trilane_diagnose.bisection import AXES, bisect, changed, local_runner, values
+from trilane_diagnose.bisection import bisect, changed, local_runner, values
 from trilane_diagnose.hang import diagnose_hang
 
 PLAN = small_plan(train_iters=100, dp=4, gbs=64)
 SHAPE = replace(PLAN.shape, num_layers=40, hidden_size=256)
 PLAN = replace(PLAN, shape=SHAPE, cluster=small_cluster())
-JOBS = {2: [1, 20, 10, 5, 3, 2], 17: [1, 20, 10, 15, 17, 16], 40: [1, 20, 30, 35, 37, 38, 39]}
+JOBS = {2: [1, 20, 10, 5, 3, 2], 40: [1, 20, 30, 35, 37, 38, 39]}
 
 
 @pytest.mark.parametrize("boundary", JOBS)
@@ -32,13 +32,11 @@ def test_a_planted_boundary_in_layers_is_found_in_few_jobs(boundary: int) -> Non
 
 
 def test_only_valid_plans_are_tried_and_replicas_keep_their_share_of_the_batch() -> None:
-    every = [[*range(1, 41)], [*range(4, 257, 4)], [1, 2, 3, 4], [*range(8, 65, 8)]]
-    assert [values(PLAN, axis) for axis in AXES] == every
     pipeline = small_plan(pp=2, gbs=8)
     pipeline = replace(pipeline, shape=replace(pipeline.shape, num_layers=6))
     assert values(pipeline, "layers") == [2, 4, 6]
-    short = replace(PLAN, run=replace(PLAN.run, train_iters=5), label="small-dp3")
-    assert changed(PLAN, "dp", 3) == replace(short, topology=replace(PLAN.topology, dp=3, gbs=48))
+    fewer = changed(PLAN, "dp", 3)
+    assert (fewer.topology.gbs, fewer.run.train_iters) == (48, 5)
 
 
 @pytest.mark.parametrize(

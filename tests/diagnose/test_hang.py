@@ -127,7 +127,6 @@ def test_a_lock_that_one_rank_holds_elsewhere_is_a_cause_and_one_where_most_are_
 SUM = dict.fromkeys(range(8), DP_SUM.stack)
 WORKING = dict.fromkeys(range(8), WORK)
 MOMENTS: dict[str, tuple[dict[int, Stack], dict[int, Stack], tuple[int, ...]]] = {
-    "the last counts": ({5: FETCH}, {5: DATA.stack}, (5,)),
     "who moved to the others is not called stuck": ({5: ITEM}, {}, ()),
     "a job whose every rank moved goes on": ({**WORKING, 0: DATA.stack}, {1: DATA.stack}, ()),
 }

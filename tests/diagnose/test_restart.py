@@ -168,10 +168,6 @@ LOST = {  # what was loaded; a finding among others, or none
         remade(WORD, 2, lambda x: x[::-1, ::-1], "weight", "exp_avg"),
         ("tied", WORD, [2]),
     ),
-    "one value of a matrix": (
-        remade(MATRIX, None, lambda x: x + (x == x.max()) * 1e-6, "weight"),
-        ("not-restored", MATRIX, [2]),
-    ),
     "a norm that decays": (decaying(), ("decay", NORM, [0])),
     "a model that computes with other weights": (copied(0.05), ("copy", NORM, [0, 1])),
     "a generator": (edited(3, generators={"cpu": "other"}), ("generators", "", [3])),
@@ -230,7 +226,6 @@ def other_model(folder: Path) -> None:
 
 
 BAD: dict[str, tuple[Callable[[Path], Any], str]] = {
-    "empty": (Path.mkdir, "B={B}: holds no complete checkpoint with fingerprints"),
     "another model": (other_model, "B hidden_size=12: before/iter_0000010 has 6: two models"),
     "half-written": (half, "fingerprint={B}/fingerprint_00002.json: is damaged or half-written"),
 }
