@@ -26,7 +26,6 @@ from trilane.utils.validation import require, require_folder
 from trilane.workspace.study import Study, load_cluster
 
 DRAWN = 8  # runs of hundreds that a figure has
-UNREAD = 12  # files that are named as not read
 # what a file's name shows to be no log
 NO_LOGS = {".json", ".py", ".md", ".ipynb", ".html", ".png", ".csv", ".pt", ".bin", ".idx"}
 NO_LOGS |= {".sbatch", ".sh"}
@@ -59,18 +58,17 @@ class MeasuredRuns(Table):
 
     def summary(self, recalibration: Recalibration | None = None) -> Text:
         """How the runs ended and, with a recalibration, how wrong the predictions of their time
-        were; then files that were not read.
+        were; how many files were not read.
         """
         statuses = Counter(str(run.status) for run in self.runs)
         counts = [f"{n} of {len(self.runs)} runs {status}" for status, n in statuses.items()]
         sentences = [Text.of("**{}.**", ", ".join(counts))]
         if recalibration is not None:
             sentences.append(accuracy(recalibration))
-        lines = [Text.joined(" ", sentences)]
-        lines += [Text.of("{}", short(reason, 120)) for reason in self.unread[:UNREAD]]
-        if len(self.unread) > UNREAD:
-            lines.append(Text.of("{} more", len(self.unread) - UNREAD))
-        return Text.joined("\n- not read: ", lines)
+        if self.unread:
+            words = "{} files were not read, the first: {}"
+            sentences.append(Text.of(words, len(self.unread), short(self.unread[0], 120)))
+        return Text.joined(" ", sentences)
 
     def to_frame(self) -> DataFrame:
         """A row a run, with a column for each number, in base units where the name has none, and
