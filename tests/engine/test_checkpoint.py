@@ -106,7 +106,6 @@ RESUMED = {
         {"cp": 2, "dp": 2, "gbs": 12},
         {"engine": ZERO, "dp": 3, "zero": 3, "offload": "full", "gbs": 12},
     ),
-    "HF ZeRO-3 DP2 -> megatron TP2": ({"engine": "hf-zero3", "dp": 2, "zero": 3}, {"tp": 2}),
 }
 
 

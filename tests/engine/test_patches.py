@@ -1,12 +1,10 @@
 """What the engine replaces in the libraries below, or takes of their private names."""
 
-import ast
 import re
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from support import REPOSITORY
 
 # a function of engine/patches.py, cpu.py or folder_lock.py, and what stands in the library as long
 # as that is needed
@@ -42,7 +40,6 @@ NEEDED = [
     ("without_initial_values", "transformers/integrations/deepspeed.py", r"initialize_weights_z"),
     ("without_graph", "transformers/masking_utils.py", r"is_tracing\("),
 ]
-OWN = {"put", "tensors_of", "send_aliases"}
 
 
 @pytest.mark.parametrize(("patch", "file", "words"), NEEDED, ids=str)
@@ -52,12 +49,3 @@ def test_the_library_still_does_what_is_patched(patch: str, file: str, words: st
     places = [Path(folder, rest) for folder in find_spec(library).submodule_search_locations]
     text = "".join(place.read_text() for place in places if place.is_file())
     assert re.search(words, text, re.DOTALL), patch
-
-
-def test_each_patch_has_its_row() -> None:
-    tree = ast.parse((REPOSITORY / "lib/trilane_engine/patches.py").read_text())
-    names = {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
-    assert {name for name in names if name[0] != "_"} == OWN | {row[0] for row in NEEDED} - {
-        "_Lock",
-        "enable_cpu",
-    }

@@ -170,42 +170,35 @@ def test_a_signal_that_comes_while_a_worker_starts_is_not_lost() -> None:
     assert answer(lambda pid: None, {}, early) == "save"
 
 
-def requests(folder: Path, monkeypatch, now: list[float], is_first: bool = True) -> tuple:
-    """The signals and requests of a run of at most a minute that began at second 0 of a clock."""
+def requests(folder: Path, monkeypatch, second: float, is_first: bool = True) -> tuple:
+    """The signals and requests, at this second, of a run of at most a minute."""
     from trilane_engine import loop
 
-    monkeypatch.setattr(loop, "time", types.SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(loop, "time", types.SimpleNamespace(monotonic=lambda: second))
     world = types.SimpleNamespace(is_first=is_first, device="cpu")
     signals = types.SimpleNamespace(save_s=-math.inf, stop=False)
     return signals, loop.StopRequests(folder, Run(exit_duration_minutes=1), world, signals, 0.0)
 
 
-@pytest.mark.parametrize(
-    ("first", "begun", "files", "stop", "second", "reason"),
-    [
-        (True, True, ["save"], False, 60.0, "exit_duration_minutes"),
-        (True, True, ["save", "stop"], False, 60.0, "the file `stop`"),
-        (True, True, ["stop"], True, 0.0, "SIGTERM"),
-        (False, True, ["save", "stop"], False, 99.0, ""),
-    ],
-)
+ASKED = [
+    (True, ["save"], False, 60.0, "exit_duration_minutes"),
+    (True, ["save", "stop"], False, 60.0, "the file `stop`"),
+    (True, ["stop"], True, 0.0, "SIGTERM"),
+    (False, ["save", "stop"], False, 99.0, ""),
+]
+
+
+@pytest.mark.parametrize(("first", "files", "stop", "second", "reason"), ASKED)
 def test_of_what_is_asked_the_most_counts(
-    first: bool,
-    begun: bool,
-    files: list,
-    stop: bool,
-    second: float,
-    reason: str,
-    tmp_path,
-    monkeypatch,
+    first: bool, files: list, stop: bool, second: float, reason: str, tmp_path, monkeypatch
 ) -> None:
     """Of rank 0's files and clock, and any rank's signals."""
     for name in files:
         (tmp_path / name).touch()
-    signals, asked = requests(tmp_path, monkeypatch, [second], first)
+    signals, asked = requests(tmp_path, monkeypatch, second, first)
     signals.stop = stop
-    assert asked.requests[asked.pending(begun)].reason == reason
-    assert (tmp_path / "save").exists() is ("save" in files and not (first and begun))
+    assert asked.requests[asked.pending()].reason == reason
+    assert (tmp_path / "save").exists() is ("save" in files and not first)
 
 
 def test_a_run_that_is_to_leave_a_slow_node_does_so_at_its_next_save(
@@ -213,6 +206,6 @@ def test_a_run_that_is_to_leave_a_slow_node_does_so_at_its_next_save(
 ) -> None:
     from trilane_engine import loop
 
-    _, asked = requests(tmp_path, monkeypatch, [0.0])
+    _, asked = requests(tmp_path, monkeypatch, 0.0)
     (tmp_path / "save").write_text(loop.RESTART)
     assert [asked.pending(due=due) for due in (False, True, True)] == [0, 3, 0]

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from trilane.costmodel.constants import Constants
 from trilane_engine.world import World
 
+BUDGET_S = 0.4  # of one measurement
 COPY_BYTES = 2**28  # far beyond the caches
 # (rows, inner, columns) of two matmuls as a GPT has them. On a card tokens x hidden size x a
 # quarter of the MLP (tp 4): four sequences of 2048 at hidden size 8192, two at 12288. On a core a
@@ -78,25 +79,25 @@ def host_to_device_bytes_per_s(device: torch.device) -> float:
     return COPY_BYTES / best_s(lambda: there.copy_(host, non_blocking=True), device)
 
 
-def call_s(device: torch.device, calls: int = 1000) -> float:
+def call_s(device: torch.device) -> float:
     """Seconds of one torch call with negligible work; so many in sequence do not fill a GPU's queue
     of launches.
     """
     a = torch.ones(16, device=device)
 
     def many() -> None:
-        for _ in range(calls):
+        for _ in range(1000):
             torch.add(a, a)
         if device.type == "cuda":
             torch.cuda.synchronize(device)
 
-    return best_s(many, torch.device("cpu")) / calls  # by the host's clock: the host launches
+    return best_s(many, torch.device("cpu")) / 1000  # by the host's clock: the host launches
 
 
-def best_s(work: Callable[[], Any], device: torch.device, budget_s: float = 0.4) -> float:
+def best_s(work: Callable[[], Any], device: torch.device) -> float:
     """Seconds of the fastest call within the budget: disturbances only make a call slower."""
     once_s(work, device)
-    end = time.perf_counter() + budget_s
+    end = time.perf_counter() + BUDGET_S
     best = float("inf")
     while time.perf_counter() < end:
         best = min(best, once_s(work, device))
