@@ -19,7 +19,6 @@ EDGES = [
         "gbs=5: interleaving needs microbatches % pp == 0",
     ),
     ({"pp": 2, "partition": EMBED}, ""),
-    ({"pp": 2, "first_stage_layers": 11, "last_stage_layers": 13}, ""),
     ({"pp": 4, "first_stage_layers": 6, "last_stage_layers": 6}, ""),
 ]
 

@@ -146,16 +146,13 @@ ALIBI = replace(LEARNED, positions="alibi", embedding_layernorm=True, activation
 ROTARY = replace(
     LEARNED, positions="rotary", normalization="rmsnorm", activation="swiglu", biases="none"
 )
-GROUPED = replace(ROTARY, biases="qkv")
 
 
 @pytest.mark.parametrize(
     ("shape", "model"),
     [
         (replace(LEARNED, ffn_hidden_size=128, tied_embeddings=False), "GPT2LMHeadModel"),
-        (ALIBI, "BloomForCausalLM"),
         (replace(ROTARY, num_key_value_heads=2, tied_embeddings=False), "LlamaForCausalLM"),
-        (GROUPED, "Qwen2ForCausalLM"),
     ],
 )
 def test_a_shape_has_its_family(shape: ModelShape, model: str) -> None:
@@ -167,7 +164,6 @@ def test_a_shape_has_its_family(shape: ModelShape, model: str) -> None:
     [
         (replace(LEARNED, positions="none"), "positions=none: GPT-2 has learned ones"),
         (replace(ALIBI, activation="gelu"), "activation=gelu: BloomForCausalLM has gelu-tanh"),
-        (replace(GROUPED, activation="geglu"), "activation=geglu: LlamaForCausalLM has swiglu"),
     ],
 )
 def test_a_shape_without_family_is_refused_by_the_name_of_a_field(

@@ -39,7 +39,6 @@ def run(plan, **fields):
 @pytest.mark.parametrize(
     ("iteration", "consumed", "message"),
     [
-        (3, 12, ""),
         (4, 16, ""),  # all is trained: there is nothing left to do
         (5, 20, "train_iters=4: the checkpoint x has 5 iterations already"),
         (
