@@ -45,7 +45,7 @@ TOKENS = {
     "trilane": (118_000, 152_600),
     "trilane_engine": (46_000, 46_600),
     "trilane_diagnose": (31_000, 29_700),
-    "tests": (140_000, 144_000),
+    "tests": (140_000, 141_300),
 }
 FORMS = {  # in lib, per 1,000 code lines
     "tokens": (9_500, 9_500),
