@@ -132,10 +132,10 @@ def reported(level: Level, status: Status, line: bytes, rows: int) -> Ending:
     if status is Status.RENDEZVOUS and level == Level.OUTSIDE and rows:
         status = Status.NETWORK  # after iterations it is the store that a node no longer reaches
     place = place_of(line)
-    end = Ending(level=level, status=status, evidence=text(line), place=place, rows=rows)
-    if place.node:
-        return replace(end, hosts=(place.node,))
-    return end
+    hosts = (place.node,) if place.node else ()
+    return Ending(
+        level=level, status=status, evidence=text(line), place=place, hosts=hosts, rows=rows
+    )
 
 
 def joined(first: Ending, later: Ending) -> Ending:
@@ -147,12 +147,8 @@ def joined(first: Ending, later: Ending) -> Ending:
 
 
 def superseded(end: Ending, rows: int) -> bool:
-    """Whether the run continued after that, which then was no end: after a message before the first
-    iteration by that iteration, after a later one by the second after it.
-    """
-    if end.level == Level.SCHEDULER:
-        return rows >= end.rows + LATE_SCHEDULER
-    return rows >= end.rows + (LATE if end.rows else 1)
+    """Whether the run continued after that, which then was no end."""
+    return rows >= end.rows + (LATE_SCHEDULER if end.level == Level.SCHEDULER else LATE)
 
 
 def strongest(every: list[Ending], rows: int) -> Ending | None:
@@ -182,6 +178,4 @@ def strongest(every: list[Ending], rows: int) -> Ending | None:
 
 def text(line: bytes, most: int = 600) -> str:
     """The line as evidence: printable characters, at most `most`."""
-    plain = line.strip()[: 8 * most].decode("utf-8", "replace")
-    kept = [letter for letter in plain if letter.isprintable() or letter == "\t"]
-    return printable("".join(kept))[:most]
+    return printable(line.strip()[: 8 * most].decode("utf-8", "replace"))[:most]
