@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
-from trilane.logs.prefixes import PREFIX
 from trilane.utils.validation import (
     DATA,
     from_mapping,
@@ -152,10 +151,10 @@ class Dialect:
 
     def iterations(self, line: bytes) -> list[Span]:
         """The numbers of an iteration line, its number first; [] for any other line."""
-        match, start = _first(self.patterns("iteration"), line)
-        if not match or (self.lines == "json" and not line.rstrip().endswith(b"}")):
+        every = self.every("iteration", line)
+        if not every or (self.lines == "json" and not line.rstrip().endswith(b"}")):
             return []
-        spans = _groups(match, start)
+        spans = every[0]
         spans += self.rest(line, {span.column for span in spans})
         columns = {span.column for span in spans}
         if columns.issuperset(self.needs):
@@ -166,12 +165,12 @@ class Dialect:
         """The numbers of each match of a key's patterns in the line."""
         every = []
         for pattern in self.patterns(key):
-            every += [_groups(match, 0) for match in pattern.finditer(line[:MAX_LINE])]
+            every += [_groups(match) for match in pattern.finditer(line[:MAX_LINE])]
         return every
 
     def matches(self, key: str, line: bytes) -> bool:
         """Whether a pattern of that key stands in the line."""
-        return _first(self.patterns(key), line)[0] is not None
+        return any(pattern.search(line[:MAX_LINE]) for pattern in self.patterns(key))
 
     def variant(self, line: bytes) -> str:
         """The name of the program that printed the iteration."""
@@ -202,23 +201,7 @@ def _compiled(patterns: tuple[str, ...]) -> tuple[re.Pattern[bytes], ...]:
     return tuple(re.compile(pattern.encode()) for pattern in patterns)
 
 
-def _first(
-    patterns: Sequence[re.Pattern[bytes]], line: bytes
-) -> tuple[re.Match[bytes] | None, int]:
-    """The first match of a pattern in the line, or in the line after its prefix, and where that
-    begins.
-    """
-    starts = [0]
-    if prefix := PREFIX.match(line):
-        starts.append(prefix.end())
-    for start in starts:
-        for pattern in patterns:
-            if match := pattern.search(line[start : start + MAX_LINE]):
-                return match, start
-    return None, 0
-
-
-def _groups(match: re.Match[bytes], start: int) -> list[Span]:
+def _groups(match: re.Match[bytes]) -> list[Span]:
     spans: list[Span] = []
     for name, text in match.groupdict(b"").items():
         column, multiplier, divisor = _column_of_group(name)
@@ -227,7 +210,7 @@ def _groups(match: re.Match[bytes], start: int) -> list[Span]:
             end -= 1
             multiplier *= SUFFIXES[text[-1:]]
         if re.fullmatch(NUMBER, match.string[begin:end]):
-            spans.append(Span(column, start + begin, start + end, multiplier, divisor))
+            spans.append(Span(column, begin, end, multiplier, divisor))
     return sorted(spans, key=lambda span: span.column != "iteration")
 
 
