@@ -42,7 +42,6 @@ RIGHT = {
 FAULTS = {
     "bounds of seconds": ("sec_per_it", lines(ms=3.61e6)),
     "bounds of the share": ("mfu", titan(mfu=100.1)),
-    "jumps-back": ("consumed_samples", lines(10) + line(11, used=4) + line(12, used=8)),
 }
 
 

@@ -57,9 +57,6 @@ def problems(columns: Columns) -> Iterator[Problem]:
         odd = numbers[(numbers < low) | (numbers > high)]
         if len(odd):
             yield Problem(rule="bounds", column=name, message=f"{odd[0]:.6g}: {message}")
-    for name in ("consumed_samples", "consumed_tokens"):
-        if name in columns and (np.diff(columns[name]) < 0).any():
-            yield Problem(rule="jumps-back", column=name, message="falls")
 
 
 def of_card(printed: float, computed: Collection[float], peak: float) -> Iterator[Problem]:
@@ -85,24 +82,15 @@ def correct_units(columns: Columns) -> str:
 
     Where samples per second contradict the time by a factor of 1000, one of the two is wrong: the
     time if it is implausible, else the rate (Megatron-DeepSpeed of autumn 2021 printed samples per
-    millisecond). Without a rate the first times are right: logs changed from milliseconds to
-    seconds under the old label.
+    millisecond).
     """
-    seconds = columns.get("sec_per_it", np.empty(0))
-    if columns.keys() >= {"sec_per_it", "samples_per_second", "global_batch_size"}:
-        numbers = seconds * columns["samples_per_second"]
-        right = columns["global_batch_size"]
-        is_time = (seconds <= SHORT_S) | (seconds >= LONG_S)
-    elif len(seconds) > 2:
-        # a single line of a thousand times the seconds is a pause
-        numbers = np.median([seconds, np.roll(seconds, 1), np.roll(seconds, -1)], axis=0)
-        right = np.full(len(seconds), median(seconds[:3]))
-        is_time = np.full(len(seconds), True)
-    else:
+    if not columns.keys() >= {"sec_per_it", "samples_per_second", "global_batch_size"}:
         return ""
+    seconds = columns["sec_per_it"]
     with np.errstate(divide="ignore", invalid="ignore"):
-        # how many factors of 1000 numbers are above the right ones; two parts differ somewhat
-        factor = np.round(np.log10(numbers / right) / 3, 1)
+        ratio = seconds * columns["samples_per_second"] / columns["global_batch_size"]
+        factor = np.round(np.log10(ratio) / 3, 1)  # two parts of a line differ somewhat
+    is_time = (seconds <= SHORT_S) | (seconds >= LONG_S)
     notes: list[str] = []
     for name, rows in (("sec_per_it", is_time), ("samples_per_second", ~is_time)):
         is_wrong = rows & (abs(factor) == 1)

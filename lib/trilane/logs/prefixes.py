@@ -2,7 +2,6 @@
 
 import re
 from datetime import UTC, datetime
-from functools import lru_cache
 
 NAN = float("nan")
 # What launchers put before a line: a rank (the first four groups), or a process or host, which
@@ -15,15 +14,7 @@ PREFIX = re.compile(
 )
 RANK_GROUPS = 4
 OF_RUN = re.compile(rb"\[rank(\d{1,7})\]:")  # a task or a host stands before the ranks that it has
-LEAD = re.compile(  # what collectors of logs, and loggers, put before it
-    rb"^(?:\[[\w./ -]{1,200}\] |[\w.-]{1,100}-\d+ \w{1,40} |[A-Z]{4,8}:[\w.]{1,80}:"
-    rb"|\[?\d{4}-\d\d-\d\d[ T][\d:.,]{8,20}Z?\]?(?:\[\w{1,80}\]){0,4} ?"
-    rb"(?:- \w{1,40} - |std\w{3} [FP] )?)"
-)
-STAMP = re.compile(
-    rb"(?:(\d{4})[-/](\d\d)[-/](\d\d)|(\d\d)/(\d\d)/(\d{4}))"
-    rb"[ T]([01]\d|2[0-3]):([0-5]\d):([0-5]\d)([.,]\d{1,9})?"
-)
+STAMP = re.compile(rb"\d{4}[-/]\d\d[-/]\d\d[ T]\d\d:\d\d:\d\d(?:[.,]\d{1,9})?")
 MAX_STAMP = 4096  # bytes that are searched for a stamp: of a line of thousands of iterations
 MAX_PREFIX = 120  # bytes
 
@@ -46,14 +37,6 @@ def rank(line: bytes) -> float:
     return NAN
 
 
-def body(line: bytes) -> bytes:
-    """The line without what launchers, collectors of logs and loggers put before it."""
-    for _ in range(3):  # one after the other
-        if match := PREFIX.match(line) or LEAD.match(line):
-            line = line[match.end() :]
-    return line
-
-
 def timestamp(line: bytes) -> float:
     """Seconds since 1970 of the first time stamp in the line, as if it were UTC; NaN if there is
     none.
@@ -61,16 +44,8 @@ def timestamp(line: bytes) -> float:
     match = STAMP.search(line, 0, MAX_STAMP)
     if not match:
         return NAN
-    *date, hours, minutes, seconds, fraction = match.groups()
-    passed = 3600 * int(hours) + 60 * int(minutes) + int(seconds)
-    year, month, day, month_us, day_us, year_us = date
-    midnight = _midnight(year or year_us, month or month_us, day or day_us)
-    return midnight + passed + float(b"0." + (fraction or b".0")[1:])
-
-
-@lru_cache(16)
-def _midnight(year: bytes, month: bytes, day: bytes) -> float:
     try:
-        return datetime(int(year), int(month), int(day), tzinfo=UTC).timestamp()
+        time = datetime.fromisoformat(match[0].decode().replace("/", "-"))
     except ValueError:  # no such day
         return NAN
+    return time.replace(tzinfo=UTC).timestamp()

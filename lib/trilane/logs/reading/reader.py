@@ -7,12 +7,11 @@ others of its form are read by the places of their numbers, or passed over.
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from operator import itemgetter
 
 from trilane.logs import endings
 from trilane.logs.dialects import Dialect, Span, dialects, row_of
-from trilane.logs.prefixes import body, rank
+from trilane.logs.prefixes import rank
 from trilane.logs.reading import trainer_dicts
 from trilane.logs.reading.facts import LAUNCH, Facts, timers
 from trilane.logs.reading.runs import DIGITS, PartialRun, Runs
@@ -57,15 +56,6 @@ class Form:
         return row
 
 
-@dataclass
-class Open:
-    """An iteration whose other numbers stand on the next lines: its row so far, its first line."""
-
-    dialect: Dialect
-    row: dict[str, float]
-    line: bytes
-
-
 class Reader:
     """Reads blocks in order; `close` returns a PartialRun for each run."""
 
@@ -74,7 +64,8 @@ class Reader:
         self._forms: dict[bytes, Form | None] = {}  # None: of lines that hold nothing
         # where other digits may make it another line, or it is of several parts
         self._alone = Form(b"", ())
-        self._open: Open | None = None
+        # an iteration whose other numbers stand on the next lines: its row so far, its first line
+        self._open: tuple[Dialect, dict[str, float], bytes] | None = None
         self._facts = Facts()
         self._dicts = trainer_dicts.TrainerDicts(self._runs)
         self._waits = False  # whether the next line matters whatever it holds
@@ -93,33 +84,24 @@ class Reader:
         """Read whole lines; only the last block of a file may end inside one."""
         *lines, rest = block.split(b"\n")
         unknown = self._alone
-        form_of = self._forms.get
         for line in lines:
             if self._waits:
                 self._line(line)
                 continue
-            form = form_of(line.translate(DIGITS), unknown)
+            key = line.translate(DIGITS)
+            form = self._forms.get(key, unknown)
             if form is unknown:
-                self._learn(line)
+                form = self._line(line)
+                if len(line) <= MAX_FORM and form is not unknown:
+                    if len(self._forms) > MAX_FORMS:
+                        self._forms.clear()
+                    self._forms[key] = form
+            elif form is not None and form.dialect:
+                self._runs.take(form.row(line), form.dialect, line)
             elif form is not None:
-                self._apply(form, line)
+                self.run.add_timers(form.row(line))
         if rest:  # may be cut
             self._line(rest, is_whole=False)
-
-    def _learn(self, line: bytes) -> None:
-        form = self._line(line)
-        if len(line) <= MAX_FORM and form is not self._alone:
-            if len(self._forms) > MAX_FORMS:
-                self._forms.clear()
-            self._forms[line.translate(DIGITS)] = form
-
-    def _apply(self, form: Form, line: bytes) -> None:
-        """Read a line of a known form."""
-        row = form.row(line)
-        if form.dialect:
-            self._runs.take(row, form.dialect, line)
-        else:
-            self.run.add_timers(row)
 
     def _line(self, line: bytes, is_whole: bool = True) -> Form | None:
         """Read one line by all rules, not `is_whole` if the file ends inside it. Returns its form,
@@ -140,7 +122,7 @@ class Reader:
 
     def _part(self, line: bytes, is_whole: bool) -> Form | None:
         """Read a line, or a part of one that a bar overwrote."""
-        if self._open and self._continues(self._open, line):
+        if self._open and self._continues(*self._open[:2], line):
             return self._alone
         tables = [table for table in dialects() if table.holds(line)]
         form = self._iteration(tables, line, is_whole)
@@ -190,7 +172,7 @@ class Reader:
             spans = [span for span in spans if span.stop < len(line)]
         row = row_of(spans, line)
         if "iteration" in row:
-            self._open = Open(dialect, row, line)
+            self._open = dialect, row, line
         if dialect.lines != "block" or not is_whole:
             self._end()
         return Form(line, spans, dialect) if dialect.is_blind else self._alone
@@ -211,16 +193,14 @@ class Reader:
             return bool(reports)
         return True
 
-    def _continues(self, opened: Open, line: bytes) -> bool:
+    def _continues(self, dialect: Dialect, row: dict[str, float], line: bytes) -> bool:
         """Whether the line continues the iteration that is open, which then may end."""
-        dialect = opened.dialect
         if dialect.matches("iteration", line):
             return False
-        if spans := dialect.rest(line, set(opened.row)):
-            opened.row |= row_of(spans, line)
+        if spans := dialect.rest(line, set(row)):
+            row |= row_of(spans, line)
             return True
-        is_indented = line[:1].isspace() or body(line)[:1].isspace() or not line.strip()
-        if not is_indented:
+        if line.strip() and not line[:1].isspace():
             self._end()
         return False
 
@@ -228,4 +208,5 @@ class Reader:
         """Read the iteration that is open, as far as it goes."""
         if opened := self._open:
             self._open = None
-            self._runs.take(opened.row, opened.dialect, opened.line)
+            dialect, row, line = opened
+            self._runs.take(row, dialect, line)
