@@ -247,7 +247,7 @@ def _notes(found: Conditions) -> list[str]:
     """Notes on ranks without a dump (whether that counts against them), and on ranks that moved."""
     kinds = grouped(found, lambda rank: "moved" if found[rank].moves else found[rank].kind)
     texts = {
-        "silent": "ranks {} have no stack, though most do: they may have ended",
+        "silent": "ranks {} have no dump: they may have ended",
         "unknown": "ranks {} have no dump; one of them may be late",
         "unreadable": "the dumps of ranks {} cannot be read; one of them may be late",
         "moved": "ranks {} moved between the two moments: slow rather than stuck",

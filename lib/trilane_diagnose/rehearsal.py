@@ -37,8 +37,7 @@ class Rehearsal:
 
     def to_json(self) -> dict[str, object]:
         audit = self.audit.to_json() if self.audit else {}
-        values = {name: audit.get(name, []) for name in ("compared", "findings", "notes")}
-        return {"plan": self.plan.to_json(), "problem": self.problem, **values}
+        return {"plan": self.plan.to_json(), "problem": self.problem, **audit}
 
     def summary(self) -> str:
         """What was rehearsed, and the problem or the comparison."""

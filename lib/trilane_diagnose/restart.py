@@ -134,8 +134,8 @@ def pairs(before: Path, after: Path) -> list[tuple[State, State]]:
     """
     old = states("A", before)
     new = states("B", after)
-    saved = {state.iteration: state for state in old if state.loaded}
-    saved |= {state.iteration: state for state in old if not state.loaded}
+    # what was saved counts before what was loaded
+    saved = {state.iteration: state for state in sorted(old, key=lambda state: not state.loaded)}
     found = []
     for state in new:
         same = saved.get(state.iteration)

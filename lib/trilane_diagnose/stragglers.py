@@ -89,7 +89,7 @@ def _slow_ranks(grid: Grid, seconds: Seconds) -> dict[int, Straggler]:
     return slow
 
 
-def slowest(grid: Grid, paces: Mapping[int, Pace]) -> tuple[str, tuple[int, ...]]:
+def slowest(hosts: Mapping[int, str], paces: Mapping[int, Pace]) -> tuple[str, tuple[int, ...]]:
     """Where a run that has become slow loses its time, in words, and the ranks at fault: none where
     it is all alike.
 
@@ -107,7 +107,7 @@ def slowest(grid: Grid, paces: Mapping[int, Pace]) -> tuple[str, tuple[int, ...]
     by_phase = np.mean([paces[rank].excess_s for rank in ranks], axis=0)  # (phases of OWN,)
     phase = OWN[by_phase.argmax()]
     takes = f"{phase} takes {by_phase.max():.3g} s longer"
-    nodes = {grid[rank].node for rank in ranks}
+    nodes = {hosts[rank] for rank in ranks}
     are_most = 2 * len(ranks) > len(paces)
     if phase == "batch-generator" and (len(nodes) > 1 or are_most):
         return f"the shared disk, since {takes} on {len(ranks)} ranks", ()

@@ -21,7 +21,7 @@ from trilane.config.plan import Plan, read_plan
 from trilane.launch.outcome import Hang
 from trilane.utils.files import json_lines, read_text, replace_text
 from trilane.utils.process import die_with
-from trilane.workspace import pace, rank_grid
+from trilane.workspace import pace
 from trilane.workspace.heartbeat import (
     Heartbeat,
     NodeReport,
@@ -217,28 +217,24 @@ class Slowness:
             if report.start == start:
                 beats |= {beat.rank: beat for beat in report.ranks}
         beats |= own
-        topology = self._plan.topology
+        world = self._plan.topology.gpus
         paces = {}
         for rank, beat in beats.items():
-            if beat.pace.late and rank < topology.gpus:
+            if beat.pace.late and rank < world:
                 paces[rank] = beat.pace
         # every node reports when it is half as late; one that did not, two iterations later, is
         # left out
-        if len(paces) < topology.gpus and usual.pace.late < LATE + 2:
+        if len(paces) < world and usual.pace.late < LATE + 2:
             return ""
         hosts = {rank: beat.host for rank, beat in beats.items()}
-        width = min(self._plan.cluster.gpus_per_node, topology.gpus)
-        grid = rank_grid.regular(topology.tp, topology.pp, topology.dp * topology.cp, width)
-        places = [replace(place, node=hosts.get(place.rank, place.node)) for place in grid.places]
-        words, ranks = slowest(replace(grid, places=tuple(places)), paces)
+        words, ranks = slowest(hosts, paces)
         is_one_machine = len({*hosts.values()}) == 1
         if is_one_machine and not ranks and not words.startswith("the shared disk"):
             return ""  # a machine's other work slows all ranks; the nodes of a job do no other
         self._is_slow = True
         since = max(1, usual.step - usual.pace.late)
-        times = usual.pace.now_s / usual.pace.usual_s
-        line = f"SLOW since iteration {since}: {words}; {times:.1f} times its usual"
-        line += f" {usual.pace.usual_s:.3g} s an iteration"
+        takes = f"{usual.pace.now_s:.3g} s an iteration, usually {usual.pace.usual_s:.3g} s"
+        line = f"SLOW since iteration {since}: {words}; {takes}"
         nodes: tuple[str, ...] = ()
         if not is_one_machine:
             nodes = tuple(sorted({hosts[rank] for rank in ranks}))
