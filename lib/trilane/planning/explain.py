@@ -28,11 +28,9 @@ class Explanation(Record):
     @property
     def shares(self) -> dict[str, float]:
         """Shares of an iteration by part, the largest first."""
-        parts = vars(self.prediction.time)
-        total = self.prediction.time.total
-        names = [name for name in parts if parts[name]]
-        names.sort(key=lambda name: -parts[name])
-        return {name.replace("_", " "): parts[name] / total for name in names}
+        time = self.prediction.time
+        shares = {name.replace("_", " "): s / time.total for name, s in vars(time).items() if s}
+        return dict(sorted(shares.items(), key=lambda pair: -pair[1]))
 
     @property
     def fullest(self) -> tuple[int, str, float]:

@@ -23,7 +23,7 @@ from trilane.planning.search_result import (
     sizes_of,
 )
 from trilane.planning.size_request import TILE, SizeRequest, usable_heads
-from trilane.utils.numbers import amount, size_text, with_bounds, with_interval
+from trilane.utils.numbers import amount, size_text, with_bounds
 from trilane.utils.tables import DataFrame, Table, Text, displayed
 from trilane.utils.validation import require, require_known, to_mapping
 from trilane.workspace.study import load_cluster
@@ -116,7 +116,6 @@ class Proposals(Table):
             return Text("No shape of that size can run.")
         r = self.request
         p = self.best
-        hours = with_interval(*(24 * r.gpus * days for days in p.days_interval))[0]
         return Text.of(
             "Of {} parameters on {} GPUs of {}, the best shape is **{} layers × {:,}**: "
             "**{} days** and {} GPU-hours for {} tokens, with nothing going wrong. It {}.",
@@ -126,7 +125,7 @@ class Proposals(Table):
             p.shape.num_layers,
             p.shape.hidden_size,
             with_bounds(*p.days_interval),
-            hours,
+            amount(24 * r.gpus * p.days),
             size_text(p.tokens),
             p.prediction.support.words,
         )
