@@ -212,7 +212,6 @@ LONG = 60_000  # characters: lines up to 65,536 are read in full
 # Lines of a log between two iterations; each is repeated, or holds what a reader may convert or
 # print.
 LINES: dict[str, str] = {
-    "blanks in the table of GPUs": "|  0" + " " * LONG + "z",
     "an exception's name repeated": ERROR.format("x").replace(
         "RuntimeError:", "Error" * (LONG // 5)
     ),

@@ -82,7 +82,7 @@ def test_a_run_that_reached_its_last_iteration_is_completed(tmp_path, name):
     assert (log.dialect, log.status) == (name, "completed")
 
 
-def test_memory_timers_arguments_and_devices_are_read(tmp_path):
+def test_memory_timers_and_arguments_are_read(tmp_path):
     text = (
         "+ srun bash -c 'python pretrain_gpt.py --num-layers 40 --lr 1e-4 --fp16 --wandb-api-key abc --data-path \"a b\"'\n"
         "------------------------ arguments ------------------------\n"
@@ -90,8 +90,6 @@ def test_memory_timers_arguments_and_devices_are_read(tmp_path):
         "-------------------- end of arguments ---------------------\n"
         " > padded vocab (size: 50257) with 431 dummy tokens (new size: 50688)\n"
         "[INFO] [config.py:752:print]   zero_optimization_stage ...... 3\n"
-        "|   0  Tesla V100-SXM2...  Off  | 00000000:1A:00.0 Off |                    0 |\n"
-        "| N/A   46C    P0    44W / 300W |   1024MiB / 32510MiB |      0%      Default |\n"
         "[INFO] [utils.py:1:see_memory_usage] MA 3.5 GB         Max_MA 9.25 GB         CA 6.0 GB         Max_CA 6 GB \n"
         f"{m2021(1)}time (ms) | forward-compute: 148.03 | backward-compute: 415.50 | batch-generator: 2.50\n{m2021(2)}"
         "(min, max) time across ranks (ms):\n    optimizer ......................................: (10.00, 20.00)\n"
@@ -110,10 +108,6 @@ def test_memory_timers_arguments_and_devices_are_read(tmp_path):
         "a_method_that_is_long": None,
     }
     assert {name: log.arguments[name] for name in expected} == expected
-    assert (log.devices[0].name, log.devices[0].total_bytes) == (
-        "Tesla V100-SXM2...",
-        32510 * 2**20,
-    )
     assert list(log.memory["max_allocated"]) == [9.25 * 2**30]
     assert log.timers["forward-compute"].tolist()[0] == 0.14803
     assert log.timers["optimizer"].iloc[1] == 0.02

@@ -15,7 +15,7 @@ from trilane.logs.endings import Ending, Level
 from trilane.logs.places import excluded, place_of
 from trilane.logs.reading.blocks import blocks
 from trilane.logs.reading.reader import Reader
-from trilane.logs.reading.runs import Device, PartialRun
+from trilane.logs.reading.runs import PartialRun
 from trilane.logs.reading.trainer_dicts import number_iterations
 from trilane.logs.table import NAN, Columns, frame
 from trilane.utils.tables import DataFrame, Table, show
@@ -41,7 +41,6 @@ class RunLog(Table):
     memory       a row per rank: rank, iteration, allocated, max_allocated, reserved, max_reserved;
                  `max_` is the most that the rank ever reported
     timers       a row per iteration: iteration, and each timer of the framework
-    devices      the GPUs that nvidia-smi lists
     totals       numbers printed once, such as train_runtime
     status       how it ended; `evidence` is the line that proves it, `rank` the rank that printed
                  it (None if unknown), `hosts` those of the line or of its rank, and `exclude` the
@@ -65,7 +64,6 @@ class RunLog(Table):
     dialect: str = ""
     arguments: Mapping[str, Value] = field(default_factory=dict)
     timers: DataFrame = field(default_factory=frame)
-    devices: tuple[Device, ...] = ()
     totals: Mapping[str, float] = field(default_factory=dict)
     rank: int | None = None
     hosts: tuple[str, ...] = ()
@@ -170,7 +168,6 @@ def _finish(run: PartialRun, path: Path) -> RunLog:
         dialect=" + ".join(sorted(programs.get(name, name) for name in counted)) or "unknown",
         arguments=run.arguments,
         timers=frame(run.timers.columns(), ("iteration",)),
-        devices=tuple(device for _, device in sorted(run.devices.items())),
         totals=run.summary,
         rank=place.rank,
         hosts=hosts,

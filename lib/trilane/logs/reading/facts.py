@@ -1,4 +1,4 @@
-"""Facts: what a log holds besides iterations: memory, timers, arguments, devices, the end."""
+"""Facts: what a log holds besides iterations: timers, arguments, the end."""
 
 import re
 from dataclasses import replace
@@ -6,7 +6,7 @@ from dataclasses import replace
 from trilane.logs import arguments, endings
 from trilane.logs.dialects import Span, row_of
 from trilane.logs.endings import Ending, Level
-from trilane.logs.reading.runs import Device, PartialRun
+from trilane.logs.reading.runs import PartialRun
 from trilane.logs.watchdog import WORDS
 from trilane.workspace.place import Known, Place
 
@@ -31,10 +31,6 @@ LAUNCHERS = re.compile(
 )
 # after a line of such a form says nothing, one with other digits may
 DECIDES = re.compile(rb"oom|Xid|rrno|exit|status|return code|signal|ECC|error \d|enqueued|nranks")
-GPU = re.compile(
-    rb"^\s*(?:\S+: ?)?\|\s+(\d{1,6})\s+(\S(?:.{0,80}?\S)?)\s+(?:On|Off|N/A)\s+\|\s+"
-    rb"[\dA-Fa-f]+:[\dA-Fa-f]+:[\dA-Fa-f.]+"
-)
 # what trilane's own runs print of themselves beside iterations and endings: the engine's loop, the
 # watchdog
 OWN = re.compile(
@@ -62,13 +58,9 @@ class Facts:
         self._host = ""
         self._entry: int | None = None
         self._others = False
-        # that nvidia-smi's table names, whose memory is on the next line
-        self._gpu: tuple[int, str] | None = None
 
     def numbers(self, line: bytes, run: PartialRun) -> bool:
-        """Read timers, rates and devices; returns whether the line has the form of any, digits
-        aside.
-        """
+        """Read timers and rates; whether the line has the form of any, digits aside."""
         if spans := timers(line):
             run.add_timers(row_of(spans, line))
         elif b"Effective Tera" in line:
@@ -79,20 +71,7 @@ class Facts:
             if len(run.own) < MAX_OWN:
                 run.own.append(endings.text(own[0]))
         else:
-            return self._device(line, run) or b"MiB" in line
-        return True
-
-    def _device(self, line: bytes, run: PartialRun) -> bool:
-        """Read a line of nvidia-smi; whether it is one."""
-        if gpu := GPU.match(line):
-            self._gpu = (int(gpu[1]), gpu[2].decode("utf-8", "replace"))
-        elif self._gpu and (use := re.search(rb"\dMiB\s*/\s*(\d{1,15})MiB", line)):
-            index, name = self._gpu
-            self._gpu = None
-            total = float(use[1]) * 2**20
-            run.devices[index] = Device(index=index, name=name, total_bytes=total)
-        else:
-            return self._gpu is not None
+            return False
         return True
 
     def arguments(self, line: bytes, run: PartialRun) -> bool:

@@ -4,7 +4,6 @@ of a run, a copy of another rank's, or the first of another run.
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 from trilane.logs.arguments import Value
 from trilane.logs.dialects import Dialect
@@ -23,15 +22,6 @@ STEPS = "deepspeed"  # whose own steps count where no other dialect reports any
 LAUNCHED = (Level.SCHEDULER, Level.OUTSIDE, Level.WRAPPER, Level.LAUNCHER)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Device:
-    """A GPU in the table of nvidia-smi."""
-
-    index: int
-    name: str
-    total_bytes: float
-
-
 class PartialRun:
     """What was read of a run so far. Tables grow by 8 bytes a number; everything else is bounded by
     the number of ranks and names.
@@ -44,7 +34,6 @@ class PartialRun:
         self.memory: dict[int, dict[str, float]] = {}
         self.arguments: dict[str, Value] = {}
         self.summary: dict[str, float] = {}
-        self.devices: dict[int, Device] = {}
         self.dialects: Counter[str] = Counter()
         self.notes: list[str] = []
         self.own: list[str] = []
