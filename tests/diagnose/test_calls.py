@@ -18,7 +18,6 @@ def test_the_last_call_of_each_rank_comes_from_the_tail_the_rarest_first(
     assert (
         main(["debug", "calls", str(tmp_path)]) == 2 and "holds no trace" in capsys.readouterr().err
     )
-    (tmp_path / "notes.txt").write_text("nothing\n")
     (tmp_path / "empty.txt").touch()
     for rank in range(8):
         with (tmp_path / f"trace-node0-{rank}-83599{rank}.txt").open("wb") as file:

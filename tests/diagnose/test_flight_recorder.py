@@ -61,11 +61,6 @@ SCENES: dict[str, tuple[dict[int, Calls], dict[str, list[int]], tuple[int, ...]]
     # recordings, groups, who is named
     "a rank that never entered a sum": (LATE, {"1": DP}, (5,)),
     "a stage that never sent": (NEVER_SENT, {"7": [0, 1, 2, 3]}, (1,)),
-    "ranks outside any collective that hold up nobody": (
-        {rank: [call("1", 1)] for rank in DP},
-        {"1": DP},
-        (),
-    ),
     "a root that has gone on": (ROOT, {"1": DP}, ()),
     "a send and its receive": (PAIR, {"7": [0, 1]}, ()),
     "sizes that each rank may choose": (

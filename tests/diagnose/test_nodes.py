@@ -90,23 +90,12 @@ def test_the_health_of_gpus_is_what_nvidia_smi_reports(
     assert gpu_health.findings(2, ask) == {"broken": broken, "doubtful": doubtful}
 
 
-@pytest.mark.parametrize(
-    ("value", "found"), [(None, []), (math.nan, ["a matmul in fp32 gives wrong results"])]
-)
-def test_a_node_that_answers_but_computes_wrong_is_broken(
-    value: float | None, found: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    mm = torch.mm
-
-    def planted(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        out = mm(a, b)
-        if value is not None:
-            out[3, 5] = value
-        return out
-
-    monkeypatch.setattr(torch, "mm", planted)
+def test_a_node_that_answers_but_computes_wrong_is_broken(monkeypatch: pytest.MonkeyPatch) -> None:
     alone = World(rank=0, size=1, device=torch.device("cpu"))
-    assert rates.wrong(alone) == found
+    assert rates.wrong(alone) == []
+    mm = torch.mm
+    monkeypatch.setattr(torch, "mm", lambda a, b: mm(a, b) * math.nan)
+    assert rates.wrong(alone) == ["a matmul in fp32 gives wrong results"]
 
 
 RATES = '{"broken": [], "doubtful": [], "rates": {"matmul FLOP/s": %s}}'
