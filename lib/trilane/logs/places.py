@@ -123,11 +123,6 @@ class Places:
         if rank is not None and is_own:
             _add(self.nodes, rank, place.node)
 
-    def listed(self, rank: int, host: str) -> None:
-        """Learn from an entry of torchrun's table of failures."""
-        if host:
-            _add(self.nodes, rank, host)
-
     def mapped(self, line: bytes) -> None:
         """Learn from a line of NCCL, or of DeepSpeed's launcher."""
         if match := NCCL.search(line):

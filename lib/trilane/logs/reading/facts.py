@@ -134,7 +134,8 @@ class Facts:
             self._host = endings.text(host[1])
         elif entry := ENTRY.search(line):
             self._entry = int(entry[1])
-            run.places.listed(self._entry, self._host)
+            node = Place(rank=self._entry, rank_known=Known.MAP, node=self._host)
+            run.places.see(node, line)
             self._host = ""
         else:
             run.places.mapped(line)
