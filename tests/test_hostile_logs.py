@@ -215,19 +215,16 @@ LINES: dict[str, str] = {
     "an exception's name repeated": ERROR.format("x").replace(
         "RuntimeError:", "Error" * (LONG // 5)
     ),
-    "digits of a progress bar": "it/s " + "1" * LONG,
     "dots of an argument": "  name ....... a" + "." * LONG + "b",
     "progress bars": "1/9 [00:01<" + "x" * 1000 + "\r" + "{'loss': 1.5}\r" * 3000,
     "escapes": "\x1b[" * (LONG // 2),
     "controls in the evidence": ERROR.format(
         "\x1b]0;own\x07\x1b[2J\rsafe\b\b\u202e\u2066\ufeffend"
     ),
-    "a rank of 10,000 digits": f"[rank{'9' * 10_000}]: RuntimeError: x",
     "an argument of 4,000 digits": f"  seq_length ....... {'9' * 4000}",
     "an iteration of 5,000 digits": STEP.format("9" * 5000, "1"),
     "infinite and not a number": STEP.format(3, "1e400").replace("100.0", "nan"),
     "a date out of range": "2024-99-99 99:99:99 step: 1 loss: 1.0 memory: 1GiB(1%) tps: 1 mfu: 1%",
-    "names without end": "".join(f"  timer{n} .......: (1.0, 2.0)\n" for n in range(3000)),
     "wide characters": STEP.format(3, "１.５"),
 }
 
@@ -348,7 +345,6 @@ STATES: dict[str, Callable[[Path], None]] = {
     "an identity of text": lambda run: checkpoint(run, identity="x"),
     "a world of 10^12": lambda run: prints(run, world=10**12),
     "marks of text": lambda run: prints(run, part={"marks": {"weight": "x"}}),
-    "a learning rate of text": lambda run: prints(run, next_lr="\x1b[2J"),
 }
 
 
@@ -417,13 +413,6 @@ def sparse(path: Path) -> None:
     os.truncate(path, 1 << 42)
 
 
-def fifo_index(root: Path) -> str:
-    prefix = pair(root)
-    (root / "pair.idx").unlink()
-    os.mkfifo(root / "pair.idx")
-    return prefix
-
-
 ROW = '{"text": "a good line"}\n' * 20
 NO_ROW = '.jsonl:21: each line must be {"text": "..."} in UTF-8'
 # Sources of a plan's data, and what their refusal ends with.
@@ -436,7 +425,6 @@ SOURCES: dict[str, tuple[Callable[[Path], str], str]] = {
         lambda at: pair(at, sequences=2**63),
         "its header requires 110680464442257309762",
     ),
-    "another magic": (lambda at: pair(at, magic=b"MMIDIDX\0\1"), "is not a Megatron index"),
     "an index of 20 bytes": (
         of("pair.idx", corpus.MAGIC + b"\1" * 11),
         "pair.bin: is missing from the .bin/.idx pair",
@@ -450,10 +438,6 @@ SOURCES: dict[str, tuple[Callable[[Path], str], str]] = {
     "a text of 4 TiB": (
         of("x.txt", sparse),
         "has 4398046511104 bytes; at most 68719476736 are read",
-    ),
-    "a folder with a text in Latin-1": (
-        lambda at: of("x/y.txt", b"\xfc")(at).removesuffix("/y.txt"),
-        "(byte 0)",
     ),
 }
 
@@ -507,7 +491,6 @@ def words(**changes: Any) -> str:
 
 
 UNREAD = "tokenizer.json cannot be read ("
-UNFIT = "pad the vocabulary up"
 TOKENIZERS: dict[str, tuple[Content, str]] = {
     "a negative id": (words(vocab={"</s>": 0, "a": -1}), UNREAD),
     "a version with controls": (words(version="\x1b[2J\n\u202e" * 1000), UNREAD),

@@ -19,7 +19,6 @@ WATCHDOG = "[Rank 12] Watchdog caught collective operation timeout: WorkNCCL(Seq
 NCCL = "[rank5]: torch.distributed.DistBackendError: NCCL error in: ProcessGroupNCCL.cpp:1970, remote process exited\n"
 STOPPED = "trilane: stopped at iteration 5 by SIGTERM, saved checkpoints/iter_0000005\n"
 CANCEL = "slurmstepd: error: *** JOB 42 ON r1n1 CANCELLED AT 2026-08-01T12:00:00 ***\n"
-KILLER = "slurmstepd: error: Detected 1 oom-kill event(s) in StepId=42.0. Some of your processes may have been killed by the cgroup out-of-memory handler.\n"
 SRUN = "srun: error: r1n1: task 6: Exited with exit code 1\n"
 TRACE = 'Traceback (most recent call last):\n  File "a.py", line 1, in <module>\nAssertionError: heads\n'
 ELASTIC = (
@@ -31,7 +30,6 @@ ELASTIC = (
 )
 DONE = "[after training is done] datetime: 2026-08-01 12:00:00\n"
 KERNEL = "NVRM: Xid (PCI:0000:c1:00): 79, pid=1, GPU has fallen off the bus.\n"
-NAN_LINE = m2021(6).replace("5.000000E+00", "nan")
 
 # torch 1.9 to 1.13:
 # https://github.com/pytorch/pytorch/blob/v1.13.0/torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp

@@ -39,7 +39,6 @@ def deepspeed(first, at=0, form=STEP + RATE):
 START = "using world size: 8, data-parallel-size: 1, tensor-model-parallel size: 8, pipeline-model-parallel size: 1\n"
 MANY, UP = "".join(m2021(i, 99) for i in range(1, 30)), [*range(1, 9)]
 NANOGPT = "iter {}: loss {:.4f}, time 137.21ms, mfu 34.10%\n"
-TUNE = "Step {} | loss:{} lr:2e-05 tokens_per_second_per_gpu:57.8\n"
 EVALUATION = "step 15: train loss 3.25, val loss 3.75, train ppl 14.07, val ppl 14.22\n"
 # the lines of a log, and the iterations of each run in it
 ORDER = {
@@ -50,7 +49,6 @@ ORDER = {
     ),
     "the same number with another loss": ("0: " + m2021(5) + "0: " + m2021(5, loss=4.5), [[5], [5]]),
     "a restart": (MANY + "".join(m2021(i, 99) for i in range(20, 25)), [[*range(1, 30)], [*range(20, 25)]]),
-    "three programs": (MANY + TITAN.format(i=50, loss=2) + m2022(1), [[*range(1, 30)], [50], [1]]),
     "evaluations of nanoGPT": (EVALUATION + NANOGPT.format(10, 3.5) + EVALUATION + NANOGPT.format(20, 3.5), [[10, 20]]),
     "bars of ranks": ("\n".join(bar(n, loss=f", v_num=0, train_loss={n + r}") for n in UP for r in range(4)), [UP]),
     "two runs of DeepSpeed": (deepspeed(136000) + deepspeed(136010, 30), [[*range(136005, 136030, 5)], [*range(136015, 136040, 5)]]),
@@ -73,7 +71,6 @@ def beside(numbers):
 
 TRAINER = {
     "steps of all": (dicts([10, 20, 30], ", 'global_step/max_steps': '{n}/1024'"), [10, 20, 30]),
-    "bars before": (beside([10, 20, 30]), [10, 20, 30]),
     "bars on lines before": ("".join(f"{bar(n)}\n \n{hf(n)}" for n in (10, 20)), [10, 20]),
     "the others equally far apart": (hf(4.0) + beside([35, 40, 45]), [30, 35, 40, 45]),
     "nothing": (dicts([10, 20, 30]), [None, None, None]),

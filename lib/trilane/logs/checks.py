@@ -71,9 +71,9 @@ def of_card(printed: float, computed: Collection[float], peak: float) -> Iterato
         ours = f"{low / 1e12:.4g} to {high / 1e12:.4g} by shape, batch and seconds"
         text = f"{printed / 1e12:.4g} TFLOP/s printed, {ours}"
         yield Problem(rule="flops", column=column, message=text)
-    for rate, word in ((printed, "printed"), (low, "computed")):
+    for rate in (printed, low):
         if peak and rate > peak:
-            text = f"{rate / 1e12:.4g} TFLOP/s {word}, {peak / 1e12:.4g} is the card's peak"
+            text = f"{rate / 1e12:.4g} TFLOP/s, {peak / 1e12:.4g} is the card's peak"
             yield Problem(rule="peak", column=column, message=text)
 
 
