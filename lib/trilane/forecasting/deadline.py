@@ -214,7 +214,8 @@ def _why_none(r: SizeRequest) -> str:
     smallest = proposals.rows[0]
     size = size_text(smallest.shape.parameters)
     days = dated(smallest, r).costs["days_p90"]
-    return f"the smallest shape ({size} parameters) takes {days:.3g} days for nine runs of ten"
+    takes = f"the smallest shape ({size} parameters) takes {days:.3g} days for nine runs of ten"
+    return f"no shape that was tried ends in time; {takes}"
 
 
 def dated(proposal: Proposal, request: SizeRequest, price: float | None = None) -> Dated:
