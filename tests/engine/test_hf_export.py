@@ -133,7 +133,7 @@ def test_what_cannot_be_exported_is_one_line(tmp_path: Path, capsys: pytest.Capt
     for source, out, rule in [
         ("own", "new", "layer=mine.py:Own (12): transformers has no class"),
         (run.name, "broken", f"out={tmp_path / 'broken'}: exists"),
-        ("broken", "new", "bytes, "),
+        ("broken", "new", "rank_00000.safetensors"),
     ]:
         assert main([str(tmp_path / source), str(tmp_path / out), ""]) == 2
         error = capsys.readouterr().err
