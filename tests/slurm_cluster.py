@@ -174,10 +174,7 @@ def one_process_a_node(p: Plan) -> Plan:
 
 def run_folder(root: Path, p: Plan, request: JobRequest = REQUEST) -> Path:
     """A run folder below `root` with the plan and its script."""
-    folder = root / p.label
-    folder.mkdir(parents=True)
-    for name, text in script.files(p, SITE, request).items():
-        (folder / name).write_text(text)
+    (folder,) = script.create({root / p.label: p}, SITE, request)
     return folder
 
 

