@@ -57,3 +57,12 @@ def test_a_table_without_rows_and_a_cell_without_an_end_are_refused(tmp_path):
         runs(tmp_path, "|" + "[" * 100_000 + "|a|\n|---|---|\n|1|2|\n")
     with pytest.raises(ValueError, match=r"^table=.*: is no CSV"):
         runs(tmp_path, "gpus,tp,sec_per_it\n8,1," + "1" * 200_000 + "\n", "a.csv")
+
+
+def test_a_throughput_in_seconds_is_a_time_and_a_rate_is_none(tmp_path):
+    """BigScience's tables of 2021 name the seconds of an iteration so."""
+    table = "| GPUs | DP | Throughput | TFLOPs |\n|--|--|--|--|\n| 16 | 1 | {} | 26 |\n"
+    (timed,) = runs(tmp_path, table.format("90.5s"))
+    (rated,) = runs(tmp_path, table.format("26 samples/s"))
+    assert timed.iterations["sec_per_it"][0] == 90.5
+    assert rated.iterations["sec_per_it"].isna().all()

@@ -108,7 +108,10 @@ def _run(path: Path, line: int, columns: Sequence[str], cells: Sequence[str]) ->
     measured anything nor ran out of memory.
     """
     numbers: dict[str, float] = {}
-    for name, text in zip(columns, cells, strict=False):
+    for column, text in zip(columns, cells, strict=False):
+        name = column
+        if column == "duration":  # a throughput or a speed, where its cells are seconds: "90.5s"
+            name = "time" if text.strip().endswith("s") else ""
         value = number(name, text)
         if name and value > 0:
             numbers.setdefault(name, value)
