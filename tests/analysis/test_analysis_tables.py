@@ -70,7 +70,7 @@ def test_text_of_a_log_is_no_markup(folder):
             "folder=empty: holds no run: neither plan.json with run.log, nor a training log",
         ),
         (["parse", "none.log"], "log=none.log: no such file"),
-        (["parse", "a.log", "--csv", "a.log"], "csv=a.log: is a log"),
+        (["parse", "a.log", "--csv", "a.log"], "csv=a.log: exists; name another file"),
     ],
 )
 def test_bad_input_is_one_line_and_code_2(tmp_path, monkeypatch, capsys, arguments, message):
@@ -99,17 +99,19 @@ def test_no_cell_of_a_csv_file_is_a_formula_and_numbers_stay_numbers(tmp_path, m
     assert {row["lm_loss"] for row in rows} == {"-3.25"}
 
 
-def test_each_run_is_printed_with_its_numbers_its_ending_and_its_problems(tmp_path, capsys):
+def test_each_run_is_printed_with_its_numbers_its_ending_and_its_problems(
+    tmp_path, monkeypatch, capsys
+):
+    monkeypatch.chdir(tmp_path)
     once = "".join(m2021(i, ms=1000.0, loss=1.0) for i in range(1, 11))
     (tmp_path / "fast.log").write_text(DUMP + MORE + once)
     (tmp_path / "plain.err").write_text(once * 2)
     (tmp_path / "wrong.log").write_text(once.replace("rate: 1.000E-04", "rate: 7.000E+00"))
-    text = outcome(capsys, "logs", "parse", *sorted(tmp_path.iterdir()))[1]
-    lines = text.replace(f"{tmp_path}/", "").splitlines()
+    lines = outcome(capsys, "logs", "parse", *sorted(tmp_path.iterdir()))[1].splitlines()
     assert [line for line in lines if not line.startswith(" ")] == [
         "fast.log: completed (megatron-2021)",
-        "plain.err, run 1 of 2: completed (megatron-2021)",
-        "plain.err, run 2 of 2: completed (megatron-2021)",
+        "plain.err: completed (megatron-2021)",
+        "plain.err run 2: completed (megatron-2021)",
         "wrong.log: completed (megatron-2021)",
     ]
     assert lines[1] == "  Iterations 10, First 1, Last 10, Sec/it 1, TFLOPs 12.18, Loss 1"

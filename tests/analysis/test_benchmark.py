@@ -23,7 +23,7 @@ def test_the_first_the_skipped_and_those_of_a_smaller_batch_are_left_out(tmp_pat
     log = "".join(lines) + MEMORY.format(0, 7) + MEMORY.format(1, 8)
     (tmp_path / "plan.json").write_text(json.dumps(small_plan().to_json()))
     (tmp_path / "run.log").write_text(log)
-    found = measure(tmp_path, 2)
+    found = measure(tmp_path)
     assert (len(found.log.iterations), found.iterations) == (7, 3)
     assert (found.sec_per_it, found.tokens_per_s) == (2, 4 * 32 / 2)
     assert found.memory_bytes == 8 * 2**20

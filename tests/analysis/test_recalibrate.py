@@ -44,12 +44,12 @@ def test_a_folder_of_anybodys_logs_is_gathered(tmp_path, outputs):
     (folder / "run/rank0.log").write_text("".join(map(m2021, range(1, 11))))
     (folder / "a.out").write_text(DUMP + "".join(map(m2021, range(1, 11))) + m2021(1))
     (folder / "notes").write_text("no training here\n")
-    found = collect.measure_runs(Study.open("s"), str(folder), 5)
+    found = collect.measure_runs(Study.open("s"), str(folder))
     assert [m.name for m in found.runs] == ["run", "2 a.out", "3 a.out"]
     assert "tflops" in found._repr_html_()
     (unread,) = found.unread
     assert unread.startswith(f"log={folder}/notes: holds no iteration line")
-    card = collect.measure_runs(Study.open("s"), f"{folder}/a.out", 5, A100).runs[0]
+    card = collect.measure_runs(Study.open("s"), f"{folder}/a.out", A100).runs[0]
     assert card.config.card == "A100-80GB" and card.utilization["mfu"] > 0
     with pytest.raises(ValueError, match="study=s: has no run"):
         collect.measure_runs(Study.open("s"))
@@ -97,7 +97,7 @@ def test_ten_rows_calibrate_alike_from_csv_markdown_python_and_04(
     assert known.hash == own["rows.md"].hash == in_memory.fitted.hash
     assert predict(in_memory.cases[0], in_memory.fitted) == predict(in_memory.cases[0], known)
     study = Study.create("ours")
-    runs = collect.measure_runs(study, "rows.csv", 5, A100)
+    runs = collect.measure_runs(study, "rows.csv", A100)
     recalibration = recalibrate.recalibrate(runs.runs, A100)
     recalibration.save(study, "04_analyze")
     assert "10 of 10 runs completed" in runs.summary(recalibration) and not runs.timed

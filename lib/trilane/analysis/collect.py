@@ -11,7 +11,6 @@ from pathlib import Path
 from trilane.analysis.loss_curve import Curve, join, trainings
 from trilane.analysis.measure import Measurement, measure, measure_log
 from trilane.analysis.spikes import training_text
-from trilane.analysis.steady_state import WARM_UP
 from trilane.analysis.tables import frame
 from trilane.config.cluster import Cluster, Gpu
 from trilane.config.plan import read_plan
@@ -104,7 +103,6 @@ class MeasuredRuns(Table):
 def measure_runs(
     study: Study,
     logs: str = "",
-    warm_up: int = WARM_UP,
     cluster: Cluster | str | None = None,
     dialect: str = "",
 ) -> MeasuredRuns:
@@ -118,11 +116,11 @@ def measure_runs(
     """
     use([Path(dialect)] if dialect else [])
     if not logs:
-        runs = [measure(folder, warm_up) for folder in study.run_folders()]
+        runs = [measure(folder) for folder in study.run_folders()]
         require(bool(runs), "study", study.name, "has no run; run 03_launch first, or name logs")
         return MeasuredRuns(runs=tuple(runs))
     machine = load_cluster(cluster) if cluster else None
-    runs, unread = measure_all(files(logs), warm_up, machine.gpu if machine else None)
+    runs, unread = measure_all(files(logs), machine.gpu if machine else None)
     require(bool(runs), "logs", logs, f"no log among them: {[*unread, 'no such file'][0]}")
     names = Counter(run.name for run in runs)
     for number, run in enumerate(runs):
@@ -144,9 +142,7 @@ def accuracy(recalibration: Recalibration) -> Text:
     return Text.of(words, before, len(recalibration.rows), after)
 
 
-def measure_path(
-    path: Path | str, warm_up: int = WARM_UP, gpu: Gpu | None = None
-) -> list[Measurement]:
+def measure_path(path: Path | str, gpu: Gpu | None = None) -> list[Measurement]:
     """The measured runs of a path: one of a run folder, its run.log or its steps.jsonl, those of
     any other log.
 
@@ -160,23 +156,23 @@ def measure_path(
     else:
         folder = path
     if _is_run(folder):
-        return [measure(folder, warm_up)]
+        return [measure(folder)]
     if path.is_dir():
         path = path / "run.log"
         rule = "holds no run.log; `logs table` reads folders of logs"
         require(path.is_file(), "run", path.parent, rule)
-    return [measure_log(log, None, warm_up, gpu=gpu) for log in read_runs(path)]
+    return [measure_log(log, gpu=gpu) for log in read_runs(path)]
 
 
 def measure_all(
-    paths: Sequence[Path], warm_up: int = WARM_UP, gpu: Gpu | None = None
+    paths: Sequence[Path], gpu: Gpu | None = None
 ) -> tuple[list[Measurement], list[str]]:
     """The runs of the paths, in their order, and why others hold none."""
     runs: list[Measurement] = []
     unread: list[str] = []
     for path in progress(paths, "logs", "log"):
         try:
-            runs += measure_path(path, warm_up, gpu)
+            runs += measure_path(path, gpu)
         except OSError as error:
             unread.append(f"log={path}: {error.strerror}")
         except ValueError as error:

@@ -164,7 +164,7 @@ class Measurement(Record):
         return as_json(values)
 
 
-def measure(folder: Path | str, warm_up: int = WARM_UP) -> Measurement:
+def measure(folder: Path | str) -> Measurement:
     """The measurement of a run folder, also of one without an iteration.
 
         measure("outputs/demo/runs/tp1-pp2-dp1").tokens_per_s
@@ -172,15 +172,11 @@ def measure(folder: Path | str, warm_up: int = WARM_UP) -> Measurement:
     Seconds are those of run.log, to 0.1 ms. Raises ValueError where the folder holds no plan.
     """
     plan = read_plan(Path(folder) / "plan.json")
-    return measure_log(read_run_folder(folder), plan, warm_up, name=Path(folder).name)
+    return measure_log(read_run_folder(folder), plan, Path(folder).name)
 
 
 def measure_log(
-    log: RunLog,
-    plan: Plan | None = None,
-    warm_up: int = WARM_UP,
-    name: str = "",
-    gpu: Gpu | None = None,
+    log: RunLog, plan: Plan | None = None, name: str = "", gpu: Gpu | None = None
 ) -> Measurement:
     """The measurement of one run's log, with its plan where there is one; a log without iterations
     has NaN.
@@ -188,7 +184,7 @@ def measure_log(
     `gpu` is the card where neither plan nor log names it.
     """
     config = run_config(log, plan, gpu)
-    window = steady_state(log, warm_up, config.gbs, config.seq_length)
+    window = steady_state(log, config.gbs, config.seq_length)
     config = of_window(config, log, window.counts)
     times = log.column("sec_per_it")
     counted = times[window.counts[: len(times)]]

@@ -23,9 +23,7 @@ class SteadyState:
     note: str = ""
 
 
-def steady_state(
-    log: RunLog, warm_up: int = WARM_UP, gbs: float = 0, seq_length: float = 0
-) -> SteadyState:
+def steady_state(log: RunLog, gbs: float = 0, seq_length: float = 0) -> SteadyState:
     """The iterations that show how fast the run is at its full batch size and sequence length.
 
     `gbs` and `seq_length` are the full ones; 0 unknown: the largest printed. Only they count,
@@ -52,7 +50,7 @@ def steady_state(
     # neither NaN nor what a broken line makes of a number
     is_number = iteration < 2**53
     dropped = {"no time printed": ~counts}
-    for reason, is_unsteady in _reasons(log, iteration, warm_up, full):
+    for reason, is_unsteady in _reasons(log, iteration, full):
         if (counts & ~is_unsteady).any():
             dropped[reason] = counts & is_unsteady
             counts = counts & ~is_unsteady
@@ -65,11 +63,11 @@ def steady_state(
 
 
 def _reasons(
-    log: RunLog, iteration: np.ndarray, warm_up: int, full: dict[str, float]
+    log: RunLog, iteration: np.ndarray, full: dict[str, float]
 ) -> Iterator[tuple[str, np.ndarray]]:
     is_first_half = np.arange(len(iteration)) < max(1, len(iteration) // 2)
-    if len(iteration) > 1 and warm_up > 0:
-        yield "warm-up", (iteration - iteration[0] < warm_up) & is_first_half
+    if len(iteration) > 1:
+        yield "warm-up", (iteration - iteration[0] < WARM_UP) & is_first_half
     if "skipped" in log.iterations:
         yield "skipped", log.column("skipped") > 0
     for name, words in (("global_batch_size", "batch size"), ("seq_length", "sequence length")):

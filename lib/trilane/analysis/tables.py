@@ -10,7 +10,7 @@ from typing import Any
 
 from trilane.analysis.measure import Measurement
 from trilane.utils.numbers import ranges, size_text
-from trilane.utils.tables import DataFrame, csv_text, grouped, middle, one_line
+from trilane.utils.tables import DataFrame, csv_text, middle, one_line
 from trilane.workspace.status import Status
 
 # The columns of BigScience's tables, and of `logs parse`
@@ -143,20 +143,14 @@ def write_iterations(runs: Sequence[Measurement], path: Path) -> None:
 
 
 def parse_text(runs: Sequence[Measurement]) -> str:
-    """Each run in a few lines: how it ended, its numbers, the evidence, problems; those of one file
-    are numbered.
-    """
+    """Each run in a few lines: how it ended, its numbers, the evidence, problems."""
     lines = []
-    for source, own in grouped(runs, key=lambda run: run.log.source).items():
-        for number, row in enumerate(frame(own).to_dict("records")):
-            log = own[number].log
-            name = str(source)
-            if len(own) > 1:
-                name = f"{name}, run {number + 1} of {len(own)}"
-            lines.append(f"{name}: {log.status} ({log.dialect})")
-            cells = {head: cell(key, row[key]) for head, key in PARSED.items()}
-            facts = [f"{head} {text}" for head, text in cells.items() if text]
-            details = [", ".join(facts), log.evidence, *log.collectives, *log.own]
-            details += [f"problem: {problem}" for problem in log.problems[:PROBLEMS]]
-            lines += [f"  {detail}" for detail in details if detail]
+    for run, row in zip(runs, frame(runs, Path()).to_dict("records"), strict=True):
+        log = run.log
+        lines.append(f"{row['source']}: {log.status} ({log.dialect})")
+        cells = {head: cell(key, row[key]) for head, key in PARSED.items()}
+        facts = [f"{head} {text}" for head, text in cells.items() if text]
+        details = [", ".join(facts), log.evidence, *log.collectives, *log.own]
+        details += [f"problem: {problem}" for problem in log.problems[:PROBLEMS]]
+        lines += [f"  {detail}" for detail in details if detail]
     return "\n".join(lines)

@@ -8,12 +8,11 @@ from trilane.analysis import compare as comparison
 from trilane.analysis import tables
 from trilane.analysis.collect import measure_all, measure_path, read_folder
 from trilane.analysis.loss_curve import join, trainings
+from trilane.analysis.measure import Measurement
 from trilane.analysis.spikes import training_record, training_text
 from trilane.cli.app import GROUPS, Answer, Group, command, note
 from trilane.config.options import option
 from trilane.logs.dialects import use
-from trilane.logs.run import RunLog
-from trilane.logs.written_tables import read_runs
 from trilane.utils.hooks import hook
 from trilane.utils.tables import as_json, csv_text
 from trilane.utils.validation import require
@@ -23,12 +22,14 @@ LOGS = option(argument="LOGS...")
 DIALECT = option((), "how your trainer prints its iterations (JSON); repeatable", metavar="FILE")
 
 
-def exit_code(unread: Sequence[str], read: Sequence[object]) -> int:
-    """Print why logs could not be read; 2 where none could, 1 where some, 0 where all."""
+def exit_code(unread: Sequence[str], runs: Sequence[Measurement]) -> int:
+    """Print why logs could not be read; 1 where some, 0 where all could; ValueError where none
+    could.
+    """
+    if unread and not runs:
+        raise ValueError(unread[0])
     note(unread)
-    if not unread:
-        return 0
-    return 1 if read else 2
+    return int(bool(unread))
 
 
 @command(logs)
@@ -43,12 +44,10 @@ def parse(
     """
     use(dialect)
     if csv:
-        require(csv.resolve() not in map(Path.resolve, logs), "csv", csv, "is a log")
+        require(not csv.exists(), "csv", csv, "exists; name another file")
     runs, unread = measure_all(logs)
     code = exit_code(unread, runs)
-    if code == 2:
-        return Answer(code=code)
-    if csv and runs:
+    if csv:
         tables.write_iterations(runs, csv)
     return Answer({"runs": [run.to_json() for run in runs]}, tables.parse_text(runs), code)
 
@@ -90,29 +89,16 @@ def compare(
 
 
 @command(logs)
-def spikes(logs: tuple[str, ...] = LOGS) -> Answer:
+def spikes(logs: tuple[Path, ...] = LOGS) -> Answer:
     """Print where loss or gradient norm left their course, and what restarts did not continue; logs
     in their order.
 
     Where logs cannot be read: exit code 2 if none of them, 1 if some.
     """
-    read = list[RunLog]()
-    bad = list[str]()
-    for name in logs:
-        try:
-            runs = read_runs(name)
-        except (ValueError, OSError) as error:
-            bad.append(str(error))
-            continue
-        for log in runs:
-            if log.first_iteration is None and len(log.iterations):
-                bad.append(f"log={name}: its iterations have no numbers")
-            else:
-                read.append(log)
-    code = exit_code(bad, read)
-    if code == 2:
-        return Answer(code=code)
-    parts = [(group, join(group), hook("breaks")(group)) for group in trainings(read)]
+    runs, unread = measure_all(logs)
+    code = exit_code(unread, runs)
+    groups = trainings([run.log for run in runs])
+    parts = [(group, join(group), hook("breaks")(group)) for group in groups]
     text = "\n".join(training_text(*one) for one in parts)
     values = {"trainings": [training_record(*one) for one in parts]}
     return Answer(values, text or "no log holds an iteration", code)
