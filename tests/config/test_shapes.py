@@ -57,7 +57,7 @@ MADE = [
 NOT_COUNTED = {
     "opt": 2 * 64,
     "qwen3": 2 * 2 * 16,
-}  # what the notes tell: two positions; norms of queries and keys
+}  # two positions; norms of queries and keys
 
 
 @pytest.mark.slow
@@ -74,10 +74,9 @@ def test_the_parameters_are_those_of_the_model_that_transformers_makes(
     config = transformers.CONFIG_MAPPING[kind](**SMALL, **tokens, **width, **values)
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(config)
-    found = shape_of_config(json.loads(config.to_json_string()), 128)
+    shape = shape_of_config(json.loads(config.to_json_string()), 128)
     counted = sum(p.numel() for p in model.parameters())
-    assert counted - found.shape.parameters == NOT_COUNTED.get(kind, 0)
-    assert bool(found.notes) == (kind in NOT_COUNTED)
+    assert counted - shape.parameters == NOT_COUNTED.get(kind, 0)
 
 
 def test_every_type_is_compared_with_transformers() -> None:
@@ -88,12 +87,12 @@ def test_a_key_that_a_configuration_leaves_out_has_its_type_s_default() -> None:
     """What save_pretrained does not write: tied is the default of gpt2 and not of llama; mistral
     slides over 4096, qwen2 has its windows off.
     """
-    assert not shape_of_config(LLAMA).shape.tied_embeddings
-    assert shape_of_config(GPT2).shape.tied_embeddings
+    assert not shape_of_config(LLAMA).tied_embeddings
+    assert shape_of_config(GPT2).tied_embeddings
     with pytest.raises(ValueError, match="sliding_window=4096"):
         shape_of_config(MISTRAL, 8192)
     for change in ({"sliding_window": None}, {"model_type": "qwen2"}):
-        assert shape_of_config(MISTRAL | change, 8192).shape.seq_length == 8192
+        assert shape_of_config(MISTRAL | change, 8192).seq_length == 8192
 
 
 @pytest.mark.parametrize(
@@ -103,13 +102,12 @@ def test_what_decides_the_function_besides_the_sizes_is_read(theta: dict) -> Non
     """Llama 1 has 1e-6 and 10000, Llama 3 1e-5 and 500000 (transformers 5 keeps it deeper); GPT-2
     has tanh.
     """
-    shape = shape_of_config(LLAMA).shape
+    shape = shape_of_config(LLAMA)
     assert (shape.norm_epsilon, shape.rotary_base) == (1e-6, 1e4)
     given = shape_of_config(LLAMA | {"rms_norm_eps": 1e-5} | theta, 8192)
-    assert (given.shape.norm_epsilon, given.shape.rotary_base) == (1e-5, 5e5)
-    assert not given.notes
-    assert shape_of_config(GPT2).shape.activation == "gelu-tanh"
-    assert shape_of_config(GPT2 | {"activation_function": "gelu"}).shape.activation == "gelu"
+    assert (given.norm_epsilon, given.rotary_base) == (1e-5, 5e5)
+    assert shape_of_config(GPT2).activation == "gelu-tanh"
+    assert shape_of_config(GPT2 | {"activation_function": "gelu"}).activation == "gelu"
 
 
 def _file(folder: Path, values: object) -> str:
@@ -122,7 +120,7 @@ BAD = [
     ({"model_type": "mixtral", "num_local_experts": 8}, "num_local_experts=8: a shape has one"),
     ({"model_type": "mamba2"}, "model_type=mamba2: known: bloom, gemma,"),
     ({"head_dim": 64}, "head_dim=64: a shape has 128"),
-    ({"intermediate_size": None}, "intermediate_size=missing: is not in the configuration"),
+    ({"vocab_size": None}, "vocab_size=missing: is not in the configuration"),
     (MISTRAL | {"max_position_embeddings": 32768}, "sliding_window=4096: a shape attends to the"),
 ]
 
@@ -162,7 +160,7 @@ def test_a_shape_has_its_family(shape: ModelShape, model: str) -> None:
 @pytest.mark.parametrize(
     ("shape", "message"),
     [
-        (replace(LEARNED, positions="none"), "positions=none: GPT-2 has learned ones"),
+        (replace(LEARNED, positions="none"), "positions=none: GPT2LMHeadModel has learned"),
         (replace(ALIBI, activation="gelu"), "activation=gelu: BloomForCausalLM has gelu-tanh"),
     ],
 )

@@ -19,7 +19,7 @@ def test_what_needs_transformer_engine_is_refused_without_it(
     topology: Topology, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("trilane.config.engines.find_spec", lambda name: None)
-    with pytest.raises(ValueError, match="needs Transformer Engine, which is not installed here$"):
+    with pytest.raises(ValueError, match="needs Transformer Engine"):
         require_trainable(topology)
 
 

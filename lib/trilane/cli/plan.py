@@ -80,7 +80,7 @@ def search(
     dp, its variants are listed.
     """
     machine = load_cluster(cluster)
-    model = shape_of(shape, seq)
+    model = read_shape(shape, seq_length=seq)
     require(gpus <= machine.max_gpus, "gpus", gpus, f"{machine.name} has {machine.max_gpus}")
     known = constants(machine, calibration)
     asked = {"gpus": gpus, "gbs": gbs, "engine": engine, "top": top, **choices}
@@ -150,7 +150,7 @@ def show(
     else:
         for name in ("shape", "cluster", "gbs"):
             require(name in given, name, "missing", "needed where no plan is named")
-        model = shape_of(shape, seq)
+        model = read_shape(shape, seq_length=seq)
         read = plan_of(model, load_cluster(cluster), engine or ENGINES[0], gpus, choices)
         trace = None
     known = constants_of(read, calibration)
@@ -163,15 +163,6 @@ def constants(cluster: Cluster, source: str) -> Calibration:
     known = calibration_for(cluster, source)
     note(foreign(known, cluster))
     return known
-
-
-def shape_of(text: str, seq: int) -> ModelShape:
-    """The shape that is named, with the vocabulary padded; what was decided for it goes
-    to stderr.
-    """
-    given = read_shape(text, seq_length=seq)
-    note(given.notes)
-    return given.shape
 
 
 def plan_of(

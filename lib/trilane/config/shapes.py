@@ -25,15 +25,7 @@ from trilane.utils.validation import (
 )
 
 
-@dataclass(frozen=True, kw_only=True)
-class GivenShape:
-    """A shape, and what was decided where it was read: a line each."""
-
-    shape: ModelShape
-    notes: tuple[str, ...] = ()
-
-
-def read_shape(text: str | ModelShape, *, seq_length: int = 0) -> GivenShape:
+def read_shape(text: str | ModelShape, *, seq_length: int = 0) -> ModelShape:
     """The shape of five numbers (see parse_shape), of a JSON file (a shape's fields, a plan, a
     config.json), or of a folder with a config.json.
 
@@ -41,39 +33,30 @@ def read_shape(text: str | ModelShape, *, seq_length: int = 0) -> GivenShape:
     of a config.json is padded to a multiple of 128, as Megatron does; a file of trilane has rows
     that are padded already. Raises ValueError for what is no shape of a dense decoder.
     """
-    if isinstance(text, ModelShape):
-        given = GivenShape(shape=text)
-    else:
-        given = _given_shape(text, seq_length)
+    shape = text if isinstance(text, ModelShape) else _named_shape(text, seq_length)
     if seq_length:
-        shape = dataclasses.replace(given.shape, seq_length=seq_length)
-        given = dataclasses.replace(given, shape=shape)
-    return given
+        return dataclasses.replace(shape, seq_length=seq_length)
+    return shape
 
 
-def _given_shape(text: str, seq_length: int) -> GivenShape:
+def _named_shape(text: str, seq_length: int) -> ModelShape:
     path = Path(text)
     if (path / "config.json").is_file():
         path = path / "config.json"
     if text.endswith(".json") or path.is_file():
         values = read_object(path, "shape")
         if "model_type" not in values:
-            fields = values.get("shape", values)
-            return GivenShape(shape=from_mapping(ModelShape, fields, "shape"))
-        given = shape_of_config(values, seq_length)
+            return from_mapping(ModelShape, values.get("shape", values), "shape")
+        shape = shape_of_config(values, seq_length)
     else:
-        given = GivenShape(shape=parse_shape(text))
-    tokens = given.shape.vocab_size
-    rows = padded_vocab_size(tokens)
-    if rows == tokens:
-        return given
-    notes = (*given.notes, f"vocab_size={tokens}: padded to {rows}")
-    return GivenShape(shape=dataclasses.replace(given.shape, vocab_size=rows), notes=notes)
+        shape = parse_shape(text)
+    return dataclasses.replace(shape, vocab_size=padded_vocab_size(shape.vocab_size))
 
 
-def shape_of_config(values: Mapping[str, Any], seq_length: int = 0) -> GivenShape:
+def shape_of_config(values: Mapping[str, Any], seq_length: int = 0) -> ModelShape:
     """The shape of a configuration of transformers, its vocabulary as it is; `seq_length` 0 takes
-    the longest it has.
+    the longest it has. Left out: what a type has beside it, such as OPT's two further positions and
+    Qwen 3's norms of queries and keys.
 
     Raises ValueError with the name of the key for a type that is not known, for experts, latent
     attention, attention beside the MLP, heads that do not make up the hidden size, and windows
@@ -93,12 +76,8 @@ def shape_of_config(values: Mapping[str, Any], seq_length: int = 0) -> GivenShap
     values = {**values, **rotary}
 
     sizes = {name: _size(values, name, keys) for name, keys in tables["sizes"].items()}
-    notes = []
     if seq_length:
         sizes["seq_length"] = seq_length
-    else:
-        rule = "the longest of the configuration, as no other is given"
-        notes.append(f"seq={sizes['seq_length']}: {rule}")
     activations = tables["gated" if usual["gated"] else "activations"]
     key, activation = _first(values, tables["keys"]["activation"], usual["act"])
     require_known(key, str(activation), activations)
@@ -118,9 +97,7 @@ def shape_of_config(values: Mapping[str, Any], seq_length: int = 0) -> GivenShap
         rotary_base=float(base),
     )
     _require_plain(values, usual, shape)
-    if usual["note"]:
-        notes.append(f"model_type={kind}: {usual['note']}")
-    return GivenShape(shape=shape, notes=tuple(notes))
+    return shape
 
 
 def _first(values: Mapping[str, Any], keys: list[str], otherwise: Any) -> tuple[str, Any]:
@@ -136,8 +113,7 @@ def _size(values: Mapping[str, Any], name: str, keys: list[str]) -> int | None:
     if size is not None:
         require_integer(key, size, 1)
     # GPT-2 and BLOOM name no width of an MLP of 4 x hidden_size
-    is_usual = name == "ffn_hidden_size" and values["model_type"] in ("gpt2", "bloom")
-    may_miss = is_usual or name == "num_key_value_heads"
+    may_miss = name in ("ffn_hidden_size", "num_key_value_heads")
     require(size is not None or may_miss, key, "missing", "is not in the configuration")
     return size
 
@@ -145,12 +121,11 @@ def _size(values: Mapping[str, Any], name: str, keys: list[str]) -> int | None:
 def _biases(values: Mapping[str, Any], usual: Mapping[str, Any]) -> str:
     """`biases` of a shape, by the keys that turn them on and off."""
     usually = usual["biases"] == "all"
-    given = {key: values.get(key, usually) for key in usual["bias_keys"]}
-    if not given:
+    keys = usual["bias_keys"]
+    if not keys:
         return usual["biases"]
-    kinds = set(given.values())
-    words = ", ".join(f"{key}={value}" for key, value in given.items())
-    require(len(kinds) == 1, "biases", words, "a shape has all or none of them")
+    kinds = {values.get(key, usually) for key in keys}
+    require(len(kinds) == 1, "biases", " ".join(keys), "a shape has all or none of them")
     return "all" if True in kinds else "none"
 
 
@@ -199,8 +174,7 @@ class Family:
         for name, keys_of in self.fields.items():
             value = getattr(shape, name)
             if value not in keys_of:
-                words = ", ".join("the usual" if word is None else str(word) for word in keys_of)
-                return name, value, f"{self.model} has {words}"
+                return name, value, f"{self.model} has {', '.join(map(str, keys_of))}"
         return None
 
     def config(self, shape: ModelShape) -> dict[str, Any]:
@@ -253,10 +227,8 @@ def family_of(shape: ModelShape) -> Family:
 
 def misfit_of(shape: ModelShape) -> tuple[str, object, str] | None:
     """Why no family has `shape`: a field, its value and the rule; None where one has."""
-    same_positions = [
-        family for family in families().values() if shape.positions in family.fields["positions"]
-    ]
-    if not same_positions:
-        return "positions", shape.positions, "GPT-2 has learned ones, BLOOM alibi, Llama rotary"
-    misfits = [family.misfit(shape) for family in same_positions]
-    return misfits[0] if all(misfits) else None
+    misfits = [family.misfit(shape) for family in families().values()]
+    if None in misfits:
+        return None
+    # of a family with other positions these are the first misfit
+    return next((misfit for misfit in misfits if misfit and misfit[0] != "positions"), misfits[0])

@@ -317,7 +317,7 @@ def search(
 
         search(shape, load_cluster("jz-a100-80g"), gpus=384, gbs=2048, mbs=(1, 2), recompute="full")
     """
-    shape = read_shape(shape).shape
+    shape = read_shape(shape)
     cluster = load_cluster(cluster)
     known = calibration_for(cluster, calibration or "")
     space = space_for(shape, cluster, gpus=gpus, gbs=gbs, engine=engine, **choices)

@@ -15,7 +15,7 @@ from trilane.config import cluster
 from trilane.config.cluster import Cluster
 from trilane.config.model import ModelShape
 from trilane.config.plan import DERIVED, Plan, plan_from_json
-from trilane.config.shapes import GivenShape, read_shape
+from trilane.config.shapes import read_shape
 from trilane.utils.folder_lock import FolderLock
 from trilane.utils.process import python, run
 from trilane.utils.tables import Record, csv_text
@@ -35,7 +35,6 @@ class ModelChoice(Record):
     cluster_name: str
     gpus: tuple[int, ...]
     gbs: int
-    notes: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         """As sizing.json and plans.json have it."""
@@ -146,14 +145,13 @@ class Study(Record):
         if not (shape and cluster and gpus and gbs):
             chosen = self.load("sizing.json", "01_sizing", shape=dict, cluster=str)
         if shape:
-            given = read_shape(shape, seq_length=seq_length)
+            model_shape = read_shape(shape, seq_length=seq_length)
         else:
             require(not seq_length, "seq_length", seq_length, "needs a shape of yours")
-            given = GivenShape(shape=from_mapping(ModelShape, chosen["shape"], "sizing.shape"))
+            model_shape = from_mapping(ModelShape, chosen["shape"], "sizing.shape")
         name = cluster or chosen["cluster"]
         return ModelChoice(
-            shape=given.shape,
-            notes=given.notes,
+            shape=model_shape,
             cluster=load_cluster(name),
             cluster_name=name,
             gpus=tuple(parse_integers("gpus", gpus or str(chosen.get("gpus")))),
