@@ -1,6 +1,9 @@
-"""Transformer Engine, of which little can run here: what asks for it, what is handed to it."""
+"""Transformer Engine, of which little can run here: what asks for it, which versions do."""
 
+import re
+from contextlib import nullcontext
 from dataclasses import replace
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 
 import pytest
@@ -12,15 +15,39 @@ from trilane.config.parallelism import Topology
 
 FP8 = Topology(precision="fp8")
 OVERLAP = Topology(tp=2, sequence_parallel=True, overlap_tp=True)
+LACKS = "needs Transformer Engine, which is not installed here"
 
 
-@pytest.mark.parametrize("topology", [FP8, OVERLAP], ids=["fp8", "overlap"])
-def test_what_needs_transformer_engine_is_refused_without_it(
-    topology: Topology, monkeypatch: pytest.MonkeyPatch
+# versions of megatron-core and of a package beside it -> the beginning of why not
+VERSIONS = [
+    ("0.16.1", {}, f"precision=fp8: {LACKS}"),
+    ("0.16.1", {"transformer-engine": "2.8.0+c47f"}, "transformer-engine=2.8: megatron-core 0.16"),
+    ("0.16.1", {"transformer-engine": "2.20.2"}, "transformer-engine=2.20: megatron-core 0.16 go"),
+    ("0.17.1", {"transformer-engine": "2.20.2"}, ""),
+    (
+        "0.17.1",
+        {"transformer-engine": "2.20.2", "nvidia-resiliency-ext": "0.5.0"},
+        "nvidia-resiliency-ext=0.5: megatron-core 0.17 goes",
+    ),
+    ("0.18.0rc1", {"transformer-engine": "2.20.2"}, "triton=missing: megatron-core 0.18 imports"),
+]
+
+
+@pytest.mark.parametrize(("megatron", "others", "reason"), VERSIONS, ids=str)
+def test_a_package_that_megatron_core_does_not_work_with_is_one_line(
+    megatron: str, others: dict[str, str], reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    installed = {"megatron-core": megatron, **others}
+
+    def version(package: str) -> str:
+        if package not in installed:
+            raise PackageNotFoundError(package)
+        return installed[package]
+
+    monkeypatch.setattr("trilane.config.engines.version", version)
     monkeypatch.setattr("trilane.config.engines.find_spec", lambda name: None)
-    with pytest.raises(ValueError, match="needs Transformer Engine"):
-        require_trainable(topology)
+    with pytest.raises(ValueError, match=f"^{re.escape(reason)}") if reason else nullcontext():
+        require_trainable(FP8)
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:full scope")

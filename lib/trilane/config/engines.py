@@ -6,8 +6,10 @@ stage.
 """
 
 import os
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,17 @@ from trilane.config.parallelism import RECOMPUTE, Topology
 from trilane.config.shapes import misfit_of
 
 ENGINES = ("megatron", "deepspeed-zero", "deepspeed-3d", "hf-zero3")
+# A package, the megatron-core from which on a row counts, and the package's releases that go with
+# it: the first one, and the first that does not any more (None: not known).
+BESIDE_MEGATRON = (
+    # of 0.16.1 its own extra `dev`; later ones name no bound: each call in their
+    # extensions/transformer_engine.py, and ours, has its parameters in 2.9 to 2.20
+    ("transformer-engine", (0, 16), (2, 9), (2, 12)),
+    ("transformer-engine", (0, 17), (2, 9), (2, 21)),
+    # its nvrx.py of 0.17 and newer (dist_checkpointing) fails at its import beside an older one
+    ("nvidia-resiliency-ext", (0, 16), (0, 4), None),
+    ("nvidia-resiliency-ext", (0, 17), (0, 6), None),
+)
 
 
 def default_precision(cluster: Cluster) -> str:
@@ -138,8 +151,39 @@ def untrainable_reason(topology: Topology, fused: str = "auto") -> str | None:
         choice = "run.fused=te"
     else:
         return None
-    if find_spec("transformer_engine") is None:
+    if release("transformer-engine") is None:
         return f"{choice}: needs Transformer Engine, which is not installed here"
+    return misfit("transformer-engine")
+
+
+def release(package: str) -> tuple[int, int] | None:
+    """The first two numbers of the installed version of a package; None where there is none."""
+    try:
+        numbers = re.match(r"(\d+)\.(\d+)", version(package))
+    except PackageNotFoundError:
+        return None
+    if numbers is None:
+        return (0, 0)
+    return (int(numbers[1]), int(numbers[2]))
+
+
+def misfit(package: str) -> str | None:
+    """Why the package of BESIDE_MEGATRON does not go with the megatron-core beside it, as
+    `package=version: the rule`; None where it does, and where either is not installed.
+    """
+    core = release("megatron-core")
+    installed = release(package)
+    if core is None or installed is None:
+        return None
+    for name, since, first, end in reversed(BESIDE_MEGATRON):
+        if name == package and since <= core:
+            bounds = f">={first[0]}.{first[1]}"
+            if end is not None:
+                bounds += f",<{end[0]}.{end[1]}"
+            if first <= installed and (end is None or installed < end):
+                return None
+            rule = f"megatron-core {core[0]}.{core[1]} goes with {package}{bounds}"
+            return f"{package}={installed[0]}.{installed[1]}: {rule}"
     return None
 
 
@@ -160,10 +204,14 @@ def shows_gpu() -> bool:
 
 
 def require_trainable(topology: Topology, fused: str = "auto") -> None:
-    """Raise ValueError where no engine here can train it, by what is installed."""
-    reason = untrainable_reason(topology, fused)
+    """Raise ValueError where no engine here can train it, by what is installed beside it."""
+    reason = untrainable_reason(topology, fused) or misfit("nvidia-resiliency-ext")
     if reason:
         raise ValueError(reason)
+    core = release("megatron-core")
+    # transformer/moe/paged_stash.py of 0.18 imports it, and no requirement names it
+    if core is not None and core >= (0, 18) and find_spec("triton") is None:
+        raise ValueError(f"triton=missing: megatron-core {core[0]}.{core[1]} imports it")
 
 
 def unsupported_reason(engine: str, shape: ModelShape, topology: Topology) -> str | None:
