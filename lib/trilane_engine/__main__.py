@@ -118,7 +118,6 @@ def stamp(world: Any) -> dict[str, Any]:
         "host": platform.node(),
         "world_size": world.size,
         "devices": cards or ["cpu"],
-        "backend": torch.distributed.get_backend(),
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
     }
 

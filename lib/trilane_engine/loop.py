@@ -28,7 +28,7 @@ from trilane_engine.checkpoint.load import find, load
 from trilane_engine.checkpoint.save import Saved, Saver
 from trilane_engine.data.samples import SampleLoader
 from trilane_engine.phases import DATA, phase
-from trilane_engine.report import TrainingLog, iteration, memory_line, print_note, write_json
+from trilane_engine.report import TrainingLog, iteration, memory_line, write_json
 from trilane_engine.signals import Signals
 from trilane_engine.world import World
 
@@ -211,13 +211,12 @@ class Training:
 
     def _evaluate(self, batch: Batch, log: TrainingLog) -> None:
         """The mean loss over the samples held out, the same ones after each `batch`."""
-        begin = time.perf_counter()
         losses = []
         with phase("evaluate"):
             for microbatches in self._loader.validation():
                 losses.append(self._engine.evaluate(microbatches))
                 heartbeat.at(batch.number)
-        log.evaluated(batch, math.fsum(losses) / len(losses), time.perf_counter() - begin)
+        log.evaluated(batch, math.fsum(losses) / len(losses))
 
     def _save(self, batch: Batch, due: bool, writing: bool) -> bool:
         """Finish the last save once no rank is `writing`, and begin the one that is due; whether it
@@ -255,8 +254,7 @@ class Training:
         is_saved = self._saved == name_of(self._done)
         newest = "no checkpoint"
         if self._saved:
-            verb = "saved" if is_saved else "the newest checkpoint is"
-            newest = f"{verb} {FOLDER}/{self._saved}"
+            newest = f"saved {FOLDER}/{self._saved}"
         status = Status.STOPPED
         if self._done == goal and (is_saved or not self._plan.run.saves_at_end):
             status = Status.COMPLETED
@@ -278,7 +276,7 @@ class Training:
 
     def _print(self, text: str) -> None:
         if self._world.is_first:
-            print_note(text)
+            print(f"trilane: {text}", flush=True)
 
 
 def _collect(iteration: int, is_first: bool) -> None:

@@ -79,11 +79,6 @@ def write_json(path: Path, values: Any) -> None:
     replace_text(path, json.dumps(values, indent=2) + "\n")
 
 
-def print_note(text: str) -> None:
-    """Print a line of trilane's own."""
-    print(f"trilane: {text}", flush=True)
-
-
 class TrainingLog:
     """The terminal, steps.jsonl and validation.jsonl, by the last rank."""
 
@@ -122,15 +117,15 @@ class TrainingLog:
         if is_due:
             self._window.clear()
 
-    def evaluated(self, batch: Batch, loss: float, seconds: float) -> None:
+    def evaluated(self, batch: Batch, loss: float) -> None:
         """Append and print the validation loss after `batch`, in nats; no timer counts
-        its seconds.
+        its time.
         """
         if self._timers:
             self._timers.skip()
         if self._writes:
             values: Line = {"iteration": batch.number, "consumed_samples": batch.end}
-            values |= {"lm_loss": loss, "seconds": seconds}
+            values["lm_loss"] = loss
             self._evaluations.write(json.dumps(values).encode() + b"\n")
             print(validation_line(batch.number, loss), flush=True)
 

@@ -62,8 +62,8 @@ def from_slurm(env: MutableMapping[str, str]) -> None:
     env["WORLD_SIZE"] = tasks
     env["LOCAL_RANK"] = env["SLURM_LOCALID"]
     # "8(x2)"; `srun -N2 -n16` sets no SLURM_NTASKS_PER_NODE
-    each = env.get("SLURM_STEP_TASKS_PER_NODE", "").partition("(")[0].partition(",")[0]
-    env.setdefault("LOCAL_WORLD_SIZE", each or env.get("SLURM_NTASKS_PER_NODE", tasks))
+    each = env.get("SLURM_STEP_TASKS_PER_NODE", tasks).partition("(")[0]
+    env.setdefault("LOCAL_WORLD_SIZE", each)
     env.setdefault("MASTER_ADDR", first_host(env["SLURM_NODELIST"]))
     # by the job, so that two jobs on one node do not collide
     env.setdefault("MASTER_PORT", str(10000 + int(env["SLURM_JOB_ID"]) % 20000))
@@ -96,10 +96,7 @@ def join(plan: Plan) -> World:
     t = plan.topology
     sizes = f"{t.tp} x {t.cp} x {t.pp} x {t.dp} = {t.gpus}"
     require(size == t.gpus, "world size", size, f"must be tp x cp x pp x dp = {sizes}")
-    world = start_process_group(t.precision)
-    if world.is_first and world.device.type == "cpu" and plan.cluster.gpu.kind == "cuda":
-        print(f"trilane: no GPU here: training a plan for {plan.cluster.name} on CPUs", flush=True)
-    return world
+    return start_process_group(t.precision)
 
 
 def start_process_group(precision: str) -> World:
@@ -111,7 +108,7 @@ def start_process_group(precision: str) -> World:
         size=int(os.environ["WORLD_SIZE"]),
         device=own_device(precision),
     )
-    torch.set_num_threads(threads(int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
+    _share_cores(int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
     if world.device.type == "cuda":
         patches.bind_near(world.device.index)
     # Longer than the slowest work of one rank while the others wait, preparing a corpus on a shared
@@ -191,16 +188,15 @@ def core_numbers() -> set[int]:
     return set(range(os.cpu_count() or 1))
 
 
-def threads(local_size: int) -> int:
-    """Threads of one process: OMP_NUM_THREADS, else its share of the cores in sight among
-    `local_size` processes.
+def _share_cores(local_size: int) -> None:
+    """Share the cores in sight among `local_size` processes, unless OMP_NUM_THREADS has a number,
+    which torch follows itself.
     """
-    requested = os.environ.get("OMP_NUM_THREADS", "")
+    requested = os.environ.get("OMP_NUM_THREADS")
     # torchrun sets 1 where the user set nothing
     by_torchrun = requested == "1" and "TORCHELASTIC_RUN_ID" in os.environ
-    if requested.isdecimal() and int(requested) > 0 and not by_torchrun:
-        return int(requested)
-    return max(1, len(core_numbers()) // local_size)
+    if requested is None or by_torchrun:
+        torch.set_num_threads(max(1, len(core_numbers()) // local_size))
 
 
 def call_on_first(world: World, function: Callable[[], T]) -> T:
@@ -211,10 +207,8 @@ def call_on_first(world: World, function: Callable[[], T]) -> T:
     if world.is_first:
         try:
             answer = [function()]
-        except ValueError as error:
-            answer = [ValueError(str(error))]
-        except OSError as error:
-            answer = [OSError(error.errno, error_text(error))]
+        except (ValueError, OSError) as error:
+            answer = [error.with_traceback(None)]
     dist.broadcast_object_list(answer, src=0)
     if isinstance(answer[0], Exception):
         raise answer[0]

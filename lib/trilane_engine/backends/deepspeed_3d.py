@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
-from megatron.core import parallel_state, tensor_parallel
+from megatron.core import tensor_parallel
 from megatron.core.tensor_parallel.layers import linear_with_grad_accumulation_and_async_allreduce
 from megatron.core.transformer.spec_utils import build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -23,7 +23,6 @@ from torch import Tensor, nn
 
 from trilane.config.model import ModelShape
 from trilane.config.plan import Plan
-from trilane.costmodel.memory import stage_layers
 from trilane_engine import patches
 from trilane_engine.backends.base import Microbatch, Named
 from trilane_engine.backends.deepspeed_zero import DeepSpeed
@@ -60,8 +59,6 @@ class DeepSpeed3D(DeepSpeed):
         patches.wrap_instructions(self._engine, lambda name, f: phase(PHASES.get(name, P2P))(f))
         t = self._plan.topology
         held = [layer for layer in stage.forward_funcs if isinstance(layer, TransformerLayer)]
-        planned = stage_layers(self._plan.shape, t)
-        assert len(held) == planned[parallel_state.get_pipeline_model_parallel_rank()], stage.parts
         for number, layer in enumerate(held):
             layer.recomputed = t.recompute == "full" or number < t.recompute_layers
         return named

@@ -67,7 +67,7 @@ class DeepSpeed(Engine):
 
     def _wrap(
         self, model: torch.nn.Module, named: Named, ds_config: dict[str, Any], **options: Any
-    ) -> Named:
+    ) -> None:
         """Give the model, in its initial state, DeepSpeed's engine."""
         for _, parameter in named:
             # Held whole, but applied to a part of the sequence. megatron-core sums once an
@@ -85,7 +85,6 @@ class DeepSpeed(Engine):
             model=model, config=ds_config, model_parameters=groups, **options
         )
         self.modules = [model]
-        return named
 
     def _step(self, microbatches: Sequence[Microbatch]) -> Step:
         """One iteration: DeepSpeed sums the gradients of the microbatches and updates after the

@@ -8,7 +8,7 @@ decay.
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -126,7 +126,8 @@ class HfStates:
 
     def read(self, number: int, kind: str) -> Tensor:
         parts = [self._held.gathered(part, kind) for part in self._parts[number]]
-        return self._joined(number, parts).reshape(-1)
+        name = self.pieces[number].name
+        return ours(self._family, name, parts, self._shape).reshape(-1)
 
     def write(self, number: int, weight: Tensor, moments: dict[str, Tensor]) -> None:
         piece = self.pieces[number]
@@ -146,6 +147,3 @@ class HfStates:
     def decays(self) -> list[float | None]:
         decays = self._held.decays()
         return [decays[parts[0]] for parts in self._parts]
-
-    def _joined(self, number: int, parts: Sequence[Tensor]) -> Tensor:
-        return ours(self._family, self.pieces[number].name, parts, self._shape)

@@ -10,7 +10,6 @@ import os
 import platform
 import statistics
 import sys
-from collections import Counter
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -98,9 +97,7 @@ def measured(world: Any, context: float, name: str, processes: int) -> Cluster:
     from trilane_engine.world import core_numbers, gather_values
 
     hosts = gather_values(world, platform.node())
-    counts = Counter(hosts)
-    of_host = counts[hosts[world.rank]]
-    text = ", ".join(f"{host} {count}" for host, count in counts.items())
+    of_host = hosts.count(hosts[world.rank])
     free = float(psutil.virtual_memory().available)
     own = {"host_memory_bytes": free, "gpu.context_bytes": context}
     own["gpu.memory_bytes"] = free / (processes or of_host)
@@ -124,9 +121,8 @@ def measured(world: Any, context: float, name: str, processes: int) -> Cluster:
         if host == hosts[0]:
             cores |= numbers
     facts |= {"cores_per_node": len(cores), "gpus_per_node": processes or of_host}
-    facts["max_nodes"] = len(counts)
-    ranks = f"median of {1 if processes else world.size} ranks by `trilane measure machine`"
-    source = f"measured on {text} at {date.today().isoformat()}, {ranks}"
+    facts["max_nodes"] = len(set(hosts))
+    source = f"measured on {hosts[0]} by `trilane measure machine` at {date.today().isoformat()}"
     return _cluster(name, world.device, facts, {"all": source})
 
 

@@ -88,12 +88,12 @@ def _meta(family: Family, shape: ModelShape) -> dict[str, tuple[str, int, Tensor
     return places
 
 
-def export(checkpoint: Path, out: Path, tokenizer: str = "", most_bytes: int = 10**10) -> bool:
+def export(checkpoint: Path, out: Path, tokenizer: str = "", most_bytes: int = 10**10) -> None:
     """Write the checkpoint's weights, sizes and tokenizer to the new folder `out`; ValueError where
     that cannot be.
 
     A file has at most `most_bytes`, or one tensor that is larger. `tokenizer` is a folder with
-    tokenizer.json, where it is not the training's. Whether one was written: bytes have none.
+    tokenizer.json, where it is not the training's; none is written where that is bytes.
     """
     manifest, shape = verified(checkpoint)
     family = family_of(shape)
@@ -143,7 +143,6 @@ def export(checkpoint: Path, out: Path, tokenizer: str = "", most_bytes: int = 1
         # text
         config |= dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), coder.eod)
     replace_text(out / "config.json", json.dumps(config, indent=2) + "\n")
-    return coder is not None
 
 
 def verified(checkpoint: Path) -> tuple[dict[str, Any], ModelShape]:
@@ -176,8 +175,7 @@ def main(argv: list[str]) -> int:
     try:
         complete = checkpoints.found_in(Path(source))
         require(bool(complete), "checkpoint", source, "holds no complete checkpoint")
-        if not export(complete[-1], Path(out), tokenizer):
-            print("trilane: no tokenizer is written: give --tokenizer", file=sys.stderr)
+        export(complete[-1], Path(out), tokenizer)
         print(out)
     except ValueError as error:
         print("trilane:", one_line(str(error)), file=sys.stderr)

@@ -89,9 +89,7 @@ class Saver:
             takes_turn = states.divided or number % holders.size() == holders.rank()
             if takes_turn and not piece.written_elsewhere and states.shard(number) != (0, 0):
                 self._mine.append(number)
-        # Of the first save, where the plan asks for none; else taken at the start, so that its
-        # memory is known then.
-        self._copy = HostCopy(states, self._mine, world.device) if plan.run.saves_at_end else None
+        self._copy = HostCopy(states, self._mine, world.device)  # its memory is known at the start
 
     @property
     def begun(self) -> bool:
@@ -117,7 +115,6 @@ class Saver:
             seconds = time.perf_counter() - begin
             return Saved(name=name, seconds=seconds, stall_s=seconds, problem=error_text(error))
         folder = Path(temporary)
-        self._copy = self._copy or HostCopy(states, self._mine, self._world.device)
         parts = read_marked(states, self._copy.take)
         prints = fingerprint(self._plan, self._world, self._engine, batch.number, upcoming)
         prints["parts"] = parts

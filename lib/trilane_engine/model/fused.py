@@ -22,6 +22,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from trilane.config.plan import Plan
+from trilane.utils.validation import shown
 from trilane_engine import patches
 from trilane_engine.cpu import COMPILE
 from trilane_engine.world import World, gather_values
@@ -243,8 +244,7 @@ def compile_problem(device: torch.device) -> str:
     try:
         compiled(activate)(x, None, F.gelu, False).sum().backward()
     except Exception as error:  # no compiler, no Triton, a driver too old: the unfused path works
-        first = (str(error).strip() or type(error).__name__).splitlines()[0]
-        return f"torch.compile fails here: {first[:150]}"
+        return f"torch.compile fails here: {type(error).__name__}: {shown(error)}"
     return ""
 
 

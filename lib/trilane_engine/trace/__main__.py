@@ -17,8 +17,6 @@ from trilane.utils.files import replace_text
 from trilane.utils.process import context
 from trilane.utils.validation import print_refusal, require
 
-MOST_GPUS = 16_384  # groups of all ranks are made on each: a minute for so many
-
 
 def main(argv: list[str]) -> int:
     """Arguments `PLAN [--json]`. 0, or 2 with one line where nothing can be traced or written."""
@@ -45,7 +43,6 @@ def require_traceable(plan: Plan) -> None:
     require_trainable(t)
     rule = "its optimizer is compiled for the host, and its values move: a trace has no values"
     require(t.offload == "none", "offload", t.offload, rule)
-    require(t.gpus <= MOST_GPUS, "gpus", t.gpus, f"a trace is of at most {MOST_GPUS}")
 
 
 def traced(plan: Plan, processes: int = 2) -> Trace:
@@ -86,17 +83,11 @@ def traced(plan: Plan, processes: int = 2) -> Trace:
 
 
 def text(plan: Plan, trace: Trace) -> str:
-    """The trace for a person: a line a stage (GiB), and what is predicted of it (bytes, FLOPs)."""
+    """The trace for a person: a line a stage, and what is predicted of it, in bytes and FLOPs."""
     stages = DataFrame([stage.to_json() for stage in trace.stages])
     stages = stages.drop(columns=["rank", "collectives", "schedule"])
-    for name in stages.filter(like="_bytes"):
-        stages[name] /= 2**30
-    stages = stages.rename(columns=lambda name: name.replace("_bytes", ""))
     numbers = DataFrame([one.to_json() for one in compare(plan, trace)])
-    ran = f"{trace.traced_microbatches} of {trace.microbatches} microbatches"
-    head = f"{plan.label}: {plan.engine}, {trace.gpus} ranks, {ran} ran"
-    tables = [frame.to_string(index=False) for frame in (stages, numbers)]
-    return "\n\n".join([head, *tables])
+    return f"{stages.to_string(index=False)}\n\n{numbers.to_string(index=False)}"
 
 
 if __name__ == "__main__":
