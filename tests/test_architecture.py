@@ -43,9 +43,9 @@ BESIDE = ("trilane_engine", "trilane_diagnose")
 # What is counted: the aim, and what stands today.
 TOKENS = {
     "trilane": (118_000, 152_600),
-    "trilane_engine": (46_000, 46_600),
+    "trilane_engine": (46_000, 46_000),
     "trilane_diagnose": (31_000, 29_700),
-    "tests": (140_000, 141_300),
+    "tests": (140_000, 140_000),
 }
 FORMS = {  # in lib, per 1,000 code lines
     "tokens": (9_500, 9_500),

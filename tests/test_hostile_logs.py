@@ -109,23 +109,18 @@ def bomb(levels: int) -> Any:
     return value
 
 
-DEEP = 100_000
-# A Flight Recorder dump of rank 0: whether its evidence still counts (the whole of it, or a part),
-# or none of it.
-RECORDINGS: dict[str, tuple[bytes, bool]] = {
-    "ranks without an end": (damaged(ranks="[0, 1"), False),
-    "ranks that are code": (damaged(ranks="__import__('os').mkdir('canary')"), False),
-    "group with controls": (damaged(process_group=["\x1b]0;x\x07dp", "\u202edp"]), True),
-    "sequence infinite": (damaged(collective_seq_id=float("inf")), False),
-    "pickle with shared sizes": (pickle.dumps({"entries": [{"process_group": bomb(60)}]}), False),
-    "pickle cut short": (recording(calls(), {"dp": [0, 1]})[:-40], False),
+# Flight Recorder dumps of rank 0 whose evidence does not count.
+RECORDINGS: dict[str, bytes] = {
+    "ranks that are code": damaged(ranks="__import__('os').mkdir('canary')"),
+    "sequence infinite": damaged(collective_seq_id=float("inf")),
+    "pickle with shared sizes": pickle.dumps({"entries": [{"process_group": bomb(60)}]}),
+    "pickle cut short": recording(calls(), {"dp": [0, 1]})[:-40],
 }
 
 
-@pytest.mark.parametrize(("dump", "counts"), RECORDINGS.values(), ids=RECORDINGS)
-def test_a_hostile_recording_costs_itself_or_its_damaged_field(
+@pytest.mark.parametrize("dump", RECORDINGS.values(), ids=RECORDINGS)
+def test_a_hostile_recording_costs_itself(
     dump: bytes,
-    counts: bool,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
@@ -146,7 +141,7 @@ def test_a_hostile_recording_costs_itself_or_its_damaged_field(
     assert (
         code == 0 and output.startswith("rank 1 (") and "others wait for it in all_reduce" in output
     )
-    assert ("its dump cannot be read" in output) is not counts
+    assert "its dump cannot be read" in output
 
 
 ERROR = "Traceback (most recent call last):\nRuntimeError: {}\n"
@@ -168,40 +163,26 @@ def loop(path: Path) -> None:
 # What lies next to three ranks' stacks, by its name: it may be left out, or be a rank outside the
 # grid.
 NEXT_TO: dict[str, tuple[str, Content]] = {
-    "10^5 frames": (
-        "rank_3.txt",
-        pyspy_text((*SUM, *(("call", "deep.py", n) for n in range(1, DEEP)), SUM[-1])),
-    ),
     "a pipe": ("rank_3.txt", os.mkfifo),
     "a sparse file of 4 TiB": (
         "rank_3.txt",
         lambda path: (path.touch(), os.truncate(path, 1 << 42)),
-    ),
-    "a local rank of 999999": (
-        "trace-node7.out",
-        pyspy_text(SUM, command="python --local_rank=999999"),
     ),
     "a host with controls": (
         "trace-\x1b]0;x\x07\x1b[2J\u202e<img src=x>.out",
         faulthandler_text(SUM),
     ),
     "a line of 10^6 characters": ("rank_3.txt", pyspy_text((("x" * 10**6, "y" * 10**6, 1),))),
-    "an exception's name repeated": (
-        "rank_3.log",
-        ERROR.format("x")[:35] + '  File "a", line 1, in f\n' + "Error" * 12_000,
-    ),
 }
 
 
-@pytest.mark.parametrize("known", [True, False], ids=["known topology", "unknown"])
 @pytest.mark.parametrize(("name", "content"), NEXT_TO.values(), ids=NEXT_TO)
 def test_a_hostile_dump_costs_no_other_rank(
-    name: str, content: Content, known: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    name: str, content: Content, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for rank, stack in enumerate((SUM, READ, SUM)):
         (tmp_path / f"rank_{rank}.txt").write_text(pyspy_text(stack))
-    if known:
-        topology(tmp_path, 1, 1, 3)
+    topology(tmp_path, 1, 1, 3)
     write(tmp_path / name, content)
     code, output = judged(["debug", "hang", str(tmp_path)], tmp_path, capsys)
     assert code == 0 and re.search(r"[Rr]anks? 1\b", output) and len(output) < 10_000, output[:2000]
@@ -215,16 +196,13 @@ LINES: dict[str, str] = {
     "an exception's name repeated": ERROR.format("x").replace(
         "RuntimeError:", "Error" * (LONG // 5)
     ),
-    "dots of an argument": "  name ....... a" + "." * LONG + "b",
     "progress bars": "1/9 [00:01<" + "x" * 1000 + "\r" + "{'loss': 1.5}\r" * 3000,
     "escapes": "\x1b[" * (LONG // 2),
     "controls in the evidence": ERROR.format(
         "\x1b]0;own\x07\x1b[2J\rsafe\b\b\u202e\u2066\ufeffend"
     ),
-    "an argument of 4,000 digits": f"  seq_length ....... {'9' * 4000}",
     "an iteration of 5,000 digits": STEP.format("9" * 5000, "1"),
     "infinite and not a number": STEP.format(3, "1e400").replace("100.0", "nan"),
-    "a date out of range": "2024-99-99 99:99:99 step: 1 loss: 1.0 memory: 1GiB(1%) tps: 1 mfu: 1%",
     "wide characters": STEP.format(3, "１.５"),
 }
 
@@ -300,51 +278,13 @@ def checkpoint(run: Path, **changes: Any) -> None:
     checkpoints.write_manifest(folder, content)
 
 
-def prints(run: Path, **changes: Any) -> None:
-    """A run with the fingerprint of one rank, with these changes."""
-    mark = ["0" * 16, *[0.0] * 12]
-    part = {
-        "name": "w",
-        "shape": [2, 4],
-        "box": [[0, 2], [0, 4]],
-        "decay": 0.0,
-        "marks": {"weight": mark},
-    }
-    values: dict[str, Any] = {
-        "rank": 0,
-        "tp": 0,
-        "pp": 0,
-        "dp": 0,
-        "iteration": 10,
-        "consumed_samples": 80,
-        "world": 1,
-    }
-    values |= {
-        "layout": ["megatron", 1, 1, 1, 1],
-        "precision": "fp32",
-        "shape": {"hidden_size": 4},
-        "optimizer": {},
-    }
-    values |= {"scalars": {"step": 10.0}, "next_lr": None, "samples": None, "generators": {}}
-    values |= {"parts": [part | changes.pop("part", {})]} | changes
-    folder = run / "fingerprints/load_0000010"
-    folder.mkdir(parents=True)
-    (folder / "fingerprint_00000.json").write_text(json.dumps(values))
-
-
 STATES: dict[str, Callable[[Path], None]] = {
     "a file outside": lambda run: checkpoint(run, piece={"file": "../../../secret"}),
     "an offset beyond the file": lambda run: checkpoint(
         run, piece={"at": {"weight": 10**15, "exp_avg": 0}}
     ),
     "a box outside its tensor": lambda run: checkpoint(run, piece={"box": [[0, 3], [0, 4]]}),
-    "a tensor without slices": lambda run: checkpoint(
-        run, tensors={"w": {"shape": [2, 4], "slices": []}}
-    ),
-    "a layout of 10^12 ranks": lambda run: checkpoint(run, layout=["megatron", 10**6, 10**6, 1, 1]),
     "an identity of text": lambda run: checkpoint(run, identity="x"),
-    "a world of 10^12": lambda run: prints(run, world=10**12),
-    "marks of text": lambda run: prints(run, part={"marks": {"weight": "x"}}),
 }
 
 
@@ -357,14 +297,6 @@ def test_a_hostile_checkpoint_is_one_line(
     make(run)
     code, output = judged(["debug", "restart", str(run), str(run)], tmp_path, capsys)
     assert code == 2, output
-
-
-def test_the_same_fingerprints_without_damage_are_read(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    prints(tmp_path / "run")
-    run = str(tmp_path / "run")
-    assert judged(["debug", "restart", run, run], tmp_path, capsys)[0] == 0
 
 
 LENGTHS, STARTS = np.full(3, 100, np.int32), np.arange(0, 600, 200, dtype=np.int64)
@@ -476,15 +408,7 @@ def test_the_same_corpora_without_damage_are_read(
 
 def words(**changes: Any) -> str:
     """A tokenizer.json of three words, with these changes of it or of its model."""
-    names = (
-        "added_tokens",
-        "normalizer",
-        "pre_tokenizer",
-        "post_processor",
-        "truncation",
-        "padding",
-        "version",
-    )
+    names = ("normalizer", "pre_tokenizer", "truncation", "padding", "version")
     outer = {name: changes.pop(name) for name in names if name in changes}
     model = {"type": "WordLevel", "vocab": {"</s>": 0, "a": 1, "b": 2}, "unk_token": "a"} | changes
     return json.dumps({"version": "1.0", "added_tokens": [], "model": model} | outer)

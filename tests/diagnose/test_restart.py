@@ -221,12 +221,20 @@ def half(folder: Path) -> None:
     path.write_text(path.read_text()[:-200])
 
 
+def marked(folder: Path) -> None:
+    fingerprints = prints()
+    fingerprints[0]["parts"][0]["marks"] = {"weight": "x"}
+    put(folder, fingerprints)
+
+
 def other_model(folder: Path) -> None:
     put(folder, prints(shape={**SHAPE, "hidden_size": 12}))
 
 
 BAD: dict[str, tuple[Callable[[Path], Any], str]] = {
     "another model": (other_model, "B hidden_size=12: before/iter_0000010 has 6: two models"),
+    "a world of 10^12": (lambda folder: put(folder, edited(0, world=10**12)), "fingerprint="),
+    "marks of text": (marked, "fingerprint={B}/fingerprint_00000.json: "),
     "half-written": (half, "fingerprint={B}/fingerprint_00002.json: is damaged or half-written"),
 }
 

@@ -21,7 +21,6 @@ LACKS = "needs Transformer Engine, which is not installed here"
 # versions of megatron-core and of a package beside it -> the beginning of why not
 VERSIONS = [
     ("0.16.1", {}, f"precision=fp8: {LACKS}"),
-    ("0.16.1", {"transformer-engine": "2.8.0+c47f"}, "transformer-engine=2.8: megatron-core 0.16"),
     ("0.16.1", {"transformer-engine": "2.20.2"}, "transformer-engine=2.20: megatron-core 0.16 go"),
     ("0.17.1", {"transformer-engine": "2.20.2"}, ""),
     (

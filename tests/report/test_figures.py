@@ -17,7 +17,6 @@ from trilane.planning.search import search
 from trilane.planning.search_result import SearchResult
 from trilane.report.html import embedded
 from trilane.report.plots import explorer, losses
-from trilane.utils.tables import Text
 
 MACHINE, SHAPE = cluster("jz-a100-80g"), parse_shape("24,2048,16,2048,50304")
 
@@ -75,10 +74,3 @@ def test_a_restart_is_marked_over_the_hours_of_the_second_time():
     (mark,) = [line for line in loss.lines if line.get_linestyle() == "--"]
     assert mark.get_xdata()[0] == 11 and loss.get_xlabel() == "hours"
     assert norm.get_ylabel() == "gradient norm"
-
-
-def test_without_a_loss_a_text_says_so_and_over_is_one_of_the_known() -> None:
-    for empty in ({}, {"a": join([log(lm_loss=np.nan)])}):
-        assert losses.curves(empty) == Text("No log prints a loss.")
-    with pytest.raises(ValueError, match="over=days: known: hours, iterations, samples"):
-        losses.curves({"a": join([log()])}, over="days")

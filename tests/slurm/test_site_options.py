@@ -51,7 +51,6 @@ BAD = [
     *(
         ({field: value}, rf"^site.{field}={name}: looks like a secret[^!]*setup$")
         for field, value, name in (
-            ("env", {"WANDB_API_KEY": "!"}, "WANDB_API_KEY"),
             ("env", {"http_proxy": "http://me:!@proxy:3128"}, "password in an address"),
             ("setup", ["module load a; export MY_SECRET='!'"], "MY_SECRET"),
             ("sbatch", {"export": "ALL,WANDB_API_KEY=abc"}, "WANDB_API_KEY"),
@@ -62,10 +61,6 @@ BAD = [
     ({"sbatch": {"x\n#SBATCH --uid": "0"}}, r"^site.sbatch=.*must be one line"),
     ({"host_suffix": "i; touch x"}, r"^site.host_suffix='i; touch x': must be letters"),
     ({"container": "pyxis"}, r"^site.container=pyxis: and container_image need each other"),
-    (
-        {"container": "pyxis", "container_image": "a.sqsh"},
-        r"^site.container_image='a.sqsh': must be an absolute path",
-    ),
     (
         {"container": "pyxis", "container_image": "/a.sqsh", "container_mounts": ["a"]},
         r"^site.container_mounts='a': must be FOLDER",
@@ -148,19 +143,9 @@ def prepared(site: Site, folder: Path, **env: str) -> "subprocess.CompletedProce
     )
 
 
-@pytest.mark.parametrize(
-    ("line", "code"),
-    [
-        ("exit 3", 3),
-        ("echo 'unclosed", 2),
-    ],
-)
-def test_a_setup_line_that_fails_is_named_and_nothing_is_started(
-    line: str, code: int, tmp_path: Path
-) -> None:
-    done = prepared(replace(FREE, setup=("export FROM_SETUP=1", line, "touch late")), tmp_path)
-    assert (done.returncode, done.stdout, list(tmp_path.iterdir())) == (code, "", [])
-    assert (
-        done.stderr.splitlines()[-1]
-        == f"site mine: setup line 2 ended with exit code {code}: {line}"
-    )
+def test_a_setup_line_that_fails_is_named_and_nothing_is_started(tmp_path: Path) -> None:
+    setup = ("export FROM_SETUP=1", "exit 3", "touch late")
+    done = prepared(replace(FREE, setup=setup), tmp_path)
+    assert (done.returncode, done.stdout, list(tmp_path.iterdir())) == (3, "", [])
+    line = "site mine: setup line 2 ended with exit code 3: exit 3"
+    assert done.stderr.splitlines()[-1] == line
