@@ -7,7 +7,7 @@ import pytest
 from support import small_cluster, small_plan
 
 from trilane.config.plan import Plan
-from trilane.workspace.status import read_status
+from trilane.workspace.status import known_status
 from trilane_diagnose.bisection import bisect, changed, local_runner, values
 from trilane_diagnose.hang import diagnose_hang
 
@@ -64,5 +64,5 @@ def test_real_jobs_find_that_two_replicas_hang(
     assert report.summary().splitlines()[-1] == "dp: works at 1, hangs at 2"
     assert [trial.status for trial in report.trials] == ["hang", "completed"]
     folders = [path.parent for path in tmp_path.rglob("status.json")]
-    (hung,) = [folder for folder in folders if read_status(folder).status == "hang"]
-    assert read_status(hung).rank == 1 and 1 in diagnose_hang(hung).suspects
+    (hung,) = [folder for folder in folders if known_status(folder).status == "hang"]
+    assert known_status(hung).rank == 1 and 1 in diagnose_hang(hung).suspects

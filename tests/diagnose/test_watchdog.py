@@ -28,7 +28,7 @@ from trilane.workspace.heartbeat import (
     start_id,
 )
 from trilane.workspace.pace import LATE, RESTART, Pace, slowness
-from trilane.workspace.status import read_status
+from trilane.workspace.status import known_status
 from trilane_diagnose import capture
 from trilane_diagnose.evidence import read_folder
 from trilane_diagnose.hang import diagnose_hang
@@ -52,7 +52,7 @@ def test_a_real_training_that_hangs_is_dumped_judged_and_ended(
     plan = small(data, iters=100_000, source="mock", tp=2, pp=2)
     folder = run_folder(changed(plan, "run", hang_timeout_s=6.0), tmp_path / "run")
     outcome = train_local(folder, show_progress=False, timeout_s=150)
-    assert (outcome.rank, read_status(folder).rank) == (2, 2), outcome.evidence
+    assert (outcome.rank, known_status(folder).rank) == (2, 2), outcome.evidence
     assert outcome.status == ("crashed" if kind == "exit" else "hang")
     assert 2 in diagnose_hang(folder).suspects
 
@@ -179,7 +179,7 @@ def test_without_our_launcher_the_first_rank_of_a_node_starts_the_watchdog_and_i
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2"]
     command += ["--master-port=0", "--standalone", "-m", "trilane_engine", f"{folder}/plan.json"]
     done = subprocess.run(command, env=env, timeout=400, check=False)
-    outcome = read_status(folder)
+    outcome = known_status(folder)
     assert (outcome.status, outcome.rank, done.returncode != 0) == ("hang", 1, True)
     assert len(list((folder / "stacks").glob("*/rank_*.txt"))) == 2
 

@@ -15,7 +15,7 @@ from plans import LLAMA, changed, run_folder, small_plan, steps
 from trilane.config.plan import Plan
 from trilane.launch.local import environment
 from trilane.workspace.run import NOT_SAVED, alarm
-from trilane.workspace.status import read_status
+from trilane.workspace.status import known_status
 from trilane_diagnose.restart import compare_restart
 
 pytestmark = pytest.mark.slow
@@ -173,11 +173,11 @@ def test_a_full_disk_leaves_the_old_checkpoint_and_the_training_goes_on(
         line = "iter_0000004 could not be saved: rank 0: No space left on device"
         assert f"trilane: CHECKPOINT NOT SAVED: {line}; the newest is iter_0000002" in log
         assert alarm(folder, NOT_SAVED).startswith(f"CHECKPOINT NOT SAVED: {line}")
-        assert read_status(folder).status == "stopped", "its last checkpoint is missing"
+        assert known_status(folder).status == "stopped", "its last checkpoint is missing"
         assert sorted(path.name for path in disk.iterdir()) == ["iter_0000002", "latest"]
         subprocess.run(["mount", "-o", "remount,size=50m", str(disk)], check=True)
         fork(1, folder)
-        assert read_status(folder).status == "completed" and not alarm(folder, NOT_SAVED)
+        assert known_status(folder).status == "completed" and not alarm(folder, NOT_SAVED)
     finally:
         subprocess.run(["umount", str(disk)], check=True)
 

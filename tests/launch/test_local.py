@@ -20,7 +20,7 @@ from support import ended, wait_until
 from trilane.config.plan import read_plan
 from trilane.launch.local import environment, train_local
 from trilane.launch.local import run_folder as launched_in
-from trilane.workspace.status import read_status
+from trilane.workspace.status import known_status
 
 ITERATION = re.compile(
     r" \[\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d{6}\] iteration +\d+/ +\d+ \| .* nan iterations:   0 \|"
@@ -89,7 +89,7 @@ def test_a_run_that_completes_leaves_a_clean_log_its_steps_its_stamp_and_its_sta
         "iteration 4 of 4",
         0,
     )
-    assert outcome == read_status(folder)
+    assert outcome == known_status(folder)
     assert len([line for line in said if ITERATION.fullmatch(line)]) == 4
     others = [line for line in said if not ITERATION.fullmatch(line)]
     assert [line for line in others if not MEMORY.fullmatch(line)] == [PATH]
@@ -110,7 +110,7 @@ def test_nothing_listens_beyond_this_machine_and_a_killed_rank_ends_all_within_3
     begin = time.monotonic()
     out, _ = launched.communicate(timeout=30)
     assert time.monotonic() - begin < 30
-    outcome = read_status(folder)
+    outcome = known_status(folder)
     assert (outcome.status, outcome.rank, launched.returncode) == ("killed", 0, 1)
     assert outcome.evidence.startswith(
         "rank 0: killed by SIGKILL after: [Rank 0] (after 1 iterations) memory"

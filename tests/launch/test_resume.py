@@ -16,7 +16,7 @@ from support import ended, heed_ctrl_c, plant_modules, wait_until
 
 from trilane.launch.local import environment, train_local
 from trilane.logs.run import read_run_folder
-from trilane.workspace.status import read_status
+from trilane.workspace.status import known_status
 
 pytestmark = pytest.mark.slow
 LONG = 2000
@@ -56,7 +56,7 @@ def saves_when_asked_and_stops_when_told(folder: Path, process: subprocess.Popen
     process.send_signal(signal.SIGTERM)
     out, _ = process.communicate(timeout=120)
     last = trained(folder)
-    status = read_status(folder)
+    status = known_status(folder)
     assert (process.returncode, status.status, saved(folder)) == (3, "stopped", [first, last])
     assert (
         status.evidence
@@ -75,7 +75,7 @@ def ends_at_ctrl_c(folder: Path, process: subprocess.Popen) -> None:
     _, err = process.communicate(timeout=30)
     assert process.returncode == 130
     assert err.endswith("trilane: interrupted; what was written so far stays readable\n")
-    assert read_status(folder).status == "cancelled"
+    assert known_status(folder).status == "cancelled"
     assert not psutil.wait_procs(family, timeout=5)[1]
 
 
@@ -91,7 +91,7 @@ def test_a_run_saves_when_asked_stops_when_told_and_goes_on_in_the_same_folder_u
     trace = plant_modules(folder.parent)
     with ended(launch(folder)) as process:
         saves_when_asked_and_stops_when_told(folder, process)
-    last, status = trained(folder), read_status(folder)
+    last, status = trained(folder), known_status(folder)
     with ended(launch(folder, "--resume")) as process:
         wait_until(lambda: trained(folder) > last + 2, 300, "training again")
         ends_at_ctrl_c(folder, process)

@@ -18,7 +18,7 @@ from trilane.slurm.client import JobState
 from trilane.workspace import ledger, pace
 from trilane.workspace.checkpoints import name_of
 from trilane.workspace.run import Run
-from trilane.workspace.status import RunStatus, Status, known_status, read_status, write_status
+from trilane.workspace.status import RunStatus, Status, known_status, write_status
 from trilane_diagnose import nodes
 from trilane_diagnose.node_test import Findings
 
@@ -129,7 +129,7 @@ def test_an_attempt_that_saved_nothing_is_put_aside_whole_and_one_that_did_goes_
     (folder / "run.log").write_text("RuntimeError: 1\n")
     nodes.end(folder, 1, ME)
     attempt.begin(folder, ME)
-    assert read_status(folder / "attempts/1").evidence == "RuntimeError: 1"
+    assert known_status(folder / "attempts/1").evidence == "RuntimeError: 1"
     assert not (folder / "run.log").exists() and not (folder / "status.json").exists()
     checkpoint(folder, 2)
     (folder / "run.log").write_text("START a\nCUDA out of memory. Tried to allocate 2.00 GiB\n")

@@ -119,10 +119,10 @@ def test_a_damaged_file_is_found(change, problem: str, tmp_path: Path) -> None:
 def test_a_damaged_manifest_is_found(damage: str, tmp_path: Path) -> None:
     path = made(tmp_path, 10) / "manifest.json"
     path.write_text(path.read_text()[:50] if damage == "truncated" else damage)
-    with pytest.raises(ValueError, match=r"manifest\.json is damaged"):
+    with pytest.raises(ValueError, match=r"manifest\.json is missing or damaged"):
         checkpoints.read_manifest(path.parent)
     path.unlink()
-    with pytest.raises(ValueError, match=r"manifest\.json is missing"):
+    with pytest.raises(ValueError, match=r"manifest\.json is missing or damaged"):
         checkpoints.read_manifest(path.parent)
 
 
@@ -150,5 +150,5 @@ def test_a_manifest_whose_slices_lie_outside_their_file_or_tensor_is_damaged(
         checkpoints.write_manifest(tmp_path, content)
         if not change:
             checkpoints.read_manifest(tmp_path)
-    with pytest.raises(ValueError, match="is damaged"):
+    with pytest.raises(ValueError, match="damaged"):
         checkpoints.read_manifest(tmp_path)

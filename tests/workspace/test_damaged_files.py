@@ -22,7 +22,7 @@ from trilane.costmodel.shipped import calibration_for
 from trilane.launch.outcome import judge
 from trilane.slurm import attempt, chain, client, jobs
 from trilane.utils.validation import shipped_json
-from trilane.workspace import checkpoints, ledger, phase_times, status
+from trilane.workspace import checkpoints, ledger, phase_times
 from trilane.workspace import run as run_module
 from trilane.workspace.heartbeat import Heartbeat, NodeReport, read_beats
 from trilane.workspace.study import Study, load_cluster
@@ -160,7 +160,7 @@ FILES: dict[str, tuple[Reader, ...]] = {
         HANG,
         BEGIN,
     ),
-    RUN + "status.json": (LOGS, END, BEGIN, lambda study: status.read_status(study / "runs/r")),
+    RUN + "status.json": (LOGS, END, BEGIN),
     RUN + "steps.jsonl": (BEGIN, END, lambda study: measure(study / "runs/r")),
     RUN + "jobs.jsonl": (cli("slurm", "status", "{}/runs/r"), BEGIN, END),
     RUN + "run.log": (LOGS, END),

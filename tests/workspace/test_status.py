@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from trilane.workspace import status as module
-from trilane.workspace.status import RunStatus, Status, known_status, read_status, write_status
+from trilane.workspace.status import RunStatus, Status, known_status, write_status
 
 
 def outcome(evidence: str) -> RunStatus:
@@ -31,11 +31,6 @@ def test_a_status_on_a_full_disk_is_not_half_written(
         '{"status": 3, "evidence": "", "rank": null, "exit_code": 0, "seconds": 0}',
     ],
 )
-def test_a_damaged_status_is_named_in_one_line_and_counts_as_none(
-    damage: str, tmp_path: Path
-) -> None:
+def test_a_damaged_status_counts_as_none(damage: str, tmp_path: Path) -> None:
     (tmp_path / "status.json").write_text(damage)
-    with pytest.raises(ValueError, match=rf"^status={tmp_path}/status.json: is damaged \("):
-        read_status(tmp_path)
     assert known_status(tmp_path) is None
-    assert module.status_problem(tmp_path).startswith("status=")

@@ -53,23 +53,12 @@ def first_broken(rules: Sequence[Rule], *subjects: Any) -> str | None:
     return None
 
 
-def _size(help: str, label: str = "", minimum: int = 1, **facts: Any) -> Any:
-    if label:
-        facts["label"] = label
+def _size(help: str, minimum: int = 1, **facts: Any) -> Any:
     return option(minimum, help, minimum=minimum, maximum=LARGEST, **facts)
 
 
-def _words(help: str, label: str, choices: tuple[str, ...], search: tuple[str, ...] = ()) -> Any:
-    facts: dict[str, Any] = {}
-    if label:
-        facts["label"] = label
-    if search:
-        facts["search"] = search
+def _words(help: str, choices: tuple[str, ...], **facts: Any) -> Any:
     return option(choices[0], help, choices=choices, **facts)
-
-
-def _switch(help: str, label: str, search: tuple[bool, ...], **facts: Any) -> Any:
-    return option(False, help, label=label, search=search, **facts)
 
 
 RECOMPUTE = ("none", "selective", "full", "operators", "block")
@@ -96,7 +85,7 @@ class Topology(Record):
     gbs: int = _size("sequences of an iteration, over all replicas", megatron="global-batch-size")
     cp: int = _size(
         "context-parallel size: GPUs that share each sequence",
-        "cp{}",
+        label="cp{}",
         megatron="context-parallel-size",
     )
     zero: int = option(
@@ -110,14 +99,16 @@ class Topology(Record):
     recompute: str = _words(
         "activations computed again: attention's core, whole layers, all but every second matmul"
         " and attention (operators: torchtitan's), or the first layers of each stage (block)",
-        *("{}", RECOMPUTE, ("none", "selective", "full", "block")),
+        RECOMPUTE,
+        label="{}",
+        search=("none", "selective", "full", "block"),
     )
     recompute_layers: int = _size(
-        "layers of each stage that `block` recomputes", "{}", 0, search=()
+        "layers of each stage that `block` recomputes", 0, label="{}", search=()
     )
     interleaving: int = _size(
         "model chunks of a pipeline stage",
-        "vp{}",
+        label="vp{}",
         megatron="num-virtual-stages-per-pipeline-rank",
         search=(),
     )
@@ -129,62 +120,78 @@ class Topology(Record):
         search=(False, True),
     )
     partition: str = _words(
-        "type: embedding and head count as layers of a stage", "embed", PARTITION, PARTITION
+        "type: embedding and head count as layers of a stage",
+        PARTITION,
+        label="embed",
+        search=PARTITION,
     )
     first_stage_layers: int = _size(
         "layers of the first stage; 0: as the others",
-        "first{}",
         0,
+        label="first{}",
         megatron="decoder-first-pipeline-num-layers",
     )
     last_stage_layers: int = _size(
         "layers of the last stage; 0: as the others",
-        "last{}",
         0,
+        label="last{}",
         megatron="decoder-last-pipeline-num-layers",
     )
     offload: str = _words(
-        "what stays in host memory; full: all, with ZeRO-3", "offload{}", OFFLOAD, OFFLOAD[:1]
+        "what stays in host memory; full: all, with ZeRO-3",
+        OFFLOAD,
+        label="offload{}",
+        search=("none",),
     )
     # DeepSpeed's cpu_checkpointing with partition_activations
-    offload_checkpoints: bool = _switch(
-        "keep the inputs of recomputed layers in host memory", "hostinputs", (False,)
+    offload_checkpoints: bool = option(
+        False,
+        "keep the inputs of recomputed layers in host memory",
+        label="hostinputs",
+        search=(False,),
     )
     precision: str = _words(
-        "of weights and matrix products; in fp8 products alone, all else as in bf16", "", PRECISIONS
+        "of weights and matrix products; in fp8 products alone, all else as in bf16", PRECISIONS
     )
     fp32_gradients: bool = option(
         False, "sum 16-bit gradients in fp32; engine megatron always does"
     )
     attention: str = _words(
-        "fused: a flash kernel; scores: s x s scores are written to memory", "", ("fused", "scores")
+        "fused: a flash kernel; scores: s x s scores are written to memory", ("fused", "scores")
     )
     adam: str = _words(
         "fused (apex), or torch, whose temporary is as large as its states",
-        "torchadam",
         ("fused", "torch"),
+        label="torchadam",
     )
     # library: DeepSpeed's 5e8 values
     buckets: str = _words(
-        "ZeRO's buckets, fitted to a layer or not", "librarybuckets", ("layer", "library")
+        "ZeRO's buckets, fitted to a layer or not", ("layer", "library"), label="librarybuckets"
     )
-    overlap_grad_reduce: bool = _switch(
+    overlap_grad_reduce: bool = option(
+        False,
         "sum gradients during the backward pass",
-        "overlapgrads",
-        (False, True),
+        label="overlapgrads",
+        search=(False, True),
         megatron="overlap-grad-reduce",
     )
-    overlap_param_gather: bool = _switch(
+    overlap_param_gather: bool = option(
+        False,
         "gather weights during the forward pass",
-        "overlapparams",
-        (False, True),
+        label="overlapparams",
+        search=(False, True),
         megatron="overlap-param-gather",
     )
     # Megatron-LM's --tp-comm-overlap, which needs Transformer Engine
-    overlap_tp: bool = _switch("hide tensor-parallel messages under matmuls", "overlaptp", (False,))
+    overlap_tp: bool = option(
+        False, "hide tensor-parallel messages under matmuls", label="overlaptp", search=(False,)
+    )
     # HSDP, MiCS; Megatron-LM has their number, --num-distributed-optimizer-instances
     shards: int = _size(
-        "ranks that share states out, replicas between them; 0: all", "shards{}", 0, search=(0,)
+        "ranks that share states out, replicas between them; 0: all",
+        0,
+        label="shards{}",
+        search=(0,),
     )
 
     def __post_init__(self) -> None:

@@ -58,10 +58,9 @@ class Data:
         trains = not self.split or float(self.split.split(",")[0]) > 0
         require(trains, "data.split", self.split, "leaves nothing to train on")
         parts = ", ".join(part.source for part in self.blend) or "empty"
-        ok = self.source == "blend" or not self.blend
-        require(ok, "data.blend", parts, 'needs source="blend"')
-        ok = self.source != "blend" or len(self.blend) > 1
-        require(ok, "data.blend", parts, "needs at least two sources")
+        is_blend = self.source == "blend"
+        ok = len(self.blend) > 1 if is_blend else not self.blend
+        require(ok, "data.blend", parts, 'needs source="blend" and at least two sources')
 
     @property
     def parts(self) -> list["Data"]:
@@ -217,8 +216,25 @@ class Run:
 
     @property
     def skipped(self) -> Ranges:
-        """First and last iteration of each range in `skip`; ValueError where it is malformed."""
-        return parse_ranges("skip", self.skip)
+        """First and last iteration of each range in `skip`, "101-200,251-300,400"; ValueError where
+        it is malformed, and where they overlap or do not rise.
+        """
+        text = self.skip
+        if not text:
+            return ()
+        part = r" *[0-9]{1,12}( *- *[0-9]{1,12})? *"
+        ok = re.fullmatch(f"{part}(,{part})*", text) is not None
+        require(ok, "skip", text, "must be ranges of iterations, such as 101-200,251-300")
+        ranges = []
+        before = 0
+        for word in text.split(","):
+            first, _, last = word.partition("-")
+            ends = (int(first), int(last or first))
+            rule = "iterations are counted from 1, ranges must rise and not overlap"
+            require(before < ends[0] <= ends[1], "skip", text, rule)
+            before = ends[1]
+            ranges.append(ends)
+        return tuple(ranges)
 
     @property
     def saves_at_end(self) -> bool:
@@ -237,27 +253,6 @@ class Run:
     def goal(self) -> int:
         """The iteration after which this plan has nothing left to do."""
         return self.exit_iteration or self.train_iters
-
-
-def parse_ranges(field: str, text: str) -> Ranges:
-    """The ranges of "101-200,251-300,400"; () of "". ValueError where they are malformed, overlap
-    or do not rise.
-    """
-    if not text:
-        return ()
-    part = r" *[0-9]{1,12}( *- *[0-9]{1,12})? *"
-    ok = re.fullmatch(f"{part}(,{part})*", text) is not None
-    require(ok, field, text, "must be ranges of iterations, such as 101-200,251-300")
-    ranges = []
-    before = 0
-    for word in text.split(","):
-        first, _, last = word.partition("-")
-        ends = (int(first), int(last or first))
-        ok = before < ends[0] <= ends[1]
-        require(ok, field, text, "iterations are counted from 1, ranges must rise and not overlap")
-        before = ends[1]
-        ranges.append(ends)
-    return tuple(ranges)
 
 
 def until(ranges: Iterable[Sequence[int]], iteration: int) -> list[tuple[int, int]]:

@@ -21,7 +21,7 @@ from trilane.logs.table import NAN, Columns, frame
 from trilane.utils.tables import DataFrame, Table, show
 from trilane.utils.validation import shown
 from trilane.workspace.place import Known, Place
-from trilane.workspace.status import Status, known_status, status_problem
+from trilane.workspace.status import Status, known_status
 
 INTEGERS = (
     *("iteration", "train_iters", "consumed_samples", "consumed_tokens"),
@@ -235,8 +235,6 @@ def read_run_folder(folder: Path | str) -> RunLog:
         log = RunLog(source=path, status=Status.UNFINISHED, evidence=str(error))
     if written := known_status(folder):
         return replace(log, status=written.status, evidence=written.evidence)
-    if problem := status_problem(folder):
-        return replace(log, notes=(*log.notes, problem))
     return log
 
 

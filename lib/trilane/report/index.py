@@ -10,7 +10,7 @@ from trilane.utils.files import replace_text
 from trilane.utils.folder_lock import FolderLock
 from trilane.utils.tables import Html, short
 from trilane.workspace.installation import stamp
-from trilane.workspace.status import known_status, status_problem
+from trilane.workspace.status import known_status
 from trilane.workspace.study import Study
 
 
@@ -71,8 +71,8 @@ def _notebook_row(path: Path) -> list[object]:
 def _run_row(folder: Path) -> list[object]:
     """Name, status, its evidence, and the files of a run."""
     written = known_status(folder)
-    evidence = status_problem(folder)
-    status = "unknown" if evidence else "not started"
+    status = "not started"
+    evidence = ""
     if written:
         status = str(written.status)
         evidence = written.evidence

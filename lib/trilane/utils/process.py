@@ -192,12 +192,8 @@ def allow_open_files(most: int = 65_536) -> None:
     # The first node keeps a connection to each rank and node of a run: with 1,024, a common limit,
     # 128 nodes of 8 GPUs cannot meet (torch's store then answers nobody any more).
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if hard == resource.RLIM_INFINITY:
-        wanted = most
-    else:
-        wanted = min(most, hard)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    # RLIM_INFINITY is -1: a hard limit without end, as on macOS, leaves the soft one as it is
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(most, hard)), hard))
 
 
 @contextlib.contextmanager

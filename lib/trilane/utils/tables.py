@@ -6,7 +6,6 @@ import html
 import math
 import re
 import string
-import unicodedata
 import urllib.parse
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields, is_dataclass
@@ -269,15 +268,7 @@ def printable(text: str) -> str:
         return text
     # ECMA-48, 5.4 and 5.6
     plain = re.sub(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|[\]PX^_][^\x07\x1b]*(?:\x07|\x1b\\)?)", "", text)
-    # isprintable() is False for any blank but the common one, private use, and what a later Unicode
-    # assigns
-    categories = ("Zs", "Co", "Cn")
-    characters = []
-    for character in plain:
-        stays = character.isprintable() or character in "\n\t"
-        stays = stays or unicodedata.category(character) in categories
-        characters.append(character if stays else " ")
-    return "".join(characters)
+    return "".join(c if c.isprintable() or c in "\n\t" else " " for c in plain)
 
 
 def one_line(text: str) -> str:

@@ -119,11 +119,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         read = json.loads((folder / "manifest.json").read_bytes())
         if read == _sealed(read["content"]) and _is_sound(read["content"]):
             return read["content"]
-    if (folder / "manifest.json").exists():
-        how = "damaged"
-    else:
-        how = "missing"
-    raise ValueError(f"manifest.json is {how}")
+    raise ValueError("manifest.json is missing or damaged")
 
 
 def _is_sound(content: dict[str, Any]) -> bool:

@@ -3,7 +3,6 @@
 import os
 import platform
 from datetime import UTC, datetime
-from importlib import metadata
 from pathlib import Path
 
 import trilane
@@ -86,7 +85,6 @@ def stamp() -> dict[str, str]:
         "trilane": trilane.__version__,
         "revision": revision(),
         "python": platform.python_version(),
-        "numpy": metadata.version("numpy"),
         "host": platform.node(),
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
     }

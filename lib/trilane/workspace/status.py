@@ -142,28 +142,8 @@ def write_status(folder: Path, status: RunStatus) -> bool:
     return True
 
 
-def read_status(folder: Path) -> RunStatus:
-    """The status in status.json; ValueError with its name where it is missing or damaged."""
-    path = folder / "status.json"
-    try:
-        return from_mapping(RunStatus, read_json(path, "status"), "status")
-    except (ValueError, OSError) as error:
-        raise ValueError(f"status={path}: is damaged ({error})") from None
-
-
-def status_problem(folder: Path) -> str:
-    """What is wrong with status.json, in one line; "" where it is whole or missing."""
-    try:
-        read_status(folder)
-    except ValueError as error:
-        if (folder / "status.json").exists():
-            return str(error)
-        return ""
-    return ""
-
-
 def known_status(folder: Path) -> RunStatus | None:
     """The status in status.json; None where it is missing or damaged."""
-    with contextlib.suppress(ValueError):
-        return read_status(folder)
+    with contextlib.suppress(ValueError, OSError):
+        return from_mapping(RunStatus, read_json(folder / "status.json", "status"), "status")
     return None
