@@ -50,7 +50,7 @@ BAD = [
     ),
     ("plan show old.json", f"calibration=mine: {OTHER}"),
     ("plan calendar old.json --tokens 1e9", f"calibration=mine: {OTHER}"),
-    ("train folder", "plan=folder: is a folder without plan.json"),
+    ("train folder", "plan=folder/plan.json: no such file"),
     ("measure plan plan.json --iterations 3", "iterations=3: must be above 5"),
     ("convert deepspeed plan.json", "engine=megatron: takes no DeepSpeed JSON"),
     ("convert megatron", "plan=missing: give either a plan, or --read FILE"),

@@ -170,7 +170,6 @@ def locate_plan(path: Path | str) -> tuple[Path, str]:
     """The file and the name of `FILE`, `FILE:NAME`, or of a folder that holds a plan.json."""
     whole = Path(path)
     if whole.is_dir():
-        require((whole / "plan.json").is_file(), "plan", path, "is a folder without plan.json")
         return whole / "plan.json", ""
     file, _, name = str(path).rpartition(":")
     if file and not whole.exists() and Path(file).exists():
@@ -199,13 +198,10 @@ def _one_plan(values: Any, path: Path | str, name: str) -> dict[str, Any]:
     ok = bool(plans) and all(isinstance(plan, dict) for plan in plans)
     rule = "must hold a plan as a JSON object, or several as `plans`"
     require(ok, "plan", path, rule)
-    if not name:
-        return plans[0]
     for plan in plans:
-        if name in (plan.get("id"), plan.get("label")):
+        if not name or name in (plan.get("id"), plan.get("label")):
             return plan
-    names = ", ".join(f"{plan.get('id')} ({plan.get('label')})" for plan in plans)
-    raise ValueError(f"plan={path}: names none of {names}")
+    raise ValueError(f"plan={path}: holds no plan of that id or label")
 
 
 def read_plan(path: Path | str | Plan) -> Plan:

@@ -59,8 +59,8 @@ def shape_of_config(values: Mapping[str, Any], seq_length: int = 0) -> ModelShap
     Qwen 3's norms of queries and keys.
 
     Raises ValueError with the name of the key for a type that is not known, for experts, latent
-    attention, attention beside the MLP, heads that do not make up the hidden size, and windows
-    shorter than the sequence.
+    attention, attention beside the MLP, heads that do not make up the hidden size, and
+    windows shorter than the sequence.
     """
     tables = shipped_json("huggingface")
     kind = str(values["model_type"])
@@ -96,7 +96,7 @@ def shape_of_config(values: Mapping[str, Any], seq_length: int = 0) -> ModelShap
         norm_epsilon=float(epsilon),
         rotary_base=float(base),
     )
-    _require_plain(values, usual, shape)
+    _require_plain(values, shape)
     return shape
 
 
@@ -129,15 +129,15 @@ def _biases(values: Mapping[str, Any], usual: Mapping[str, Any]) -> str:
     return "all" if True in kinds else "none"
 
 
-def _require_plain(values: Mapping[str, Any], usual: Mapping[str, Any], shape: ModelShape) -> None:
+def _require_plain(values: Mapping[str, Any], shape: ModelShape) -> None:
     """ValueError for heads or embeddings of a width of their own, and for windows."""
     widths = {"head_dim": shape.head_dim, "word_embed_proj_dim": shape.hidden_size}
     for key, width in widths.items():
         require(values.get(key) in (None, width), key, values.get(key), f"a shape has {width}")
-    window = values.get("sliding_window", usual["window"])
-    if window is not None and values.get("use_sliding_window", usual["slides"]):
-        rule = f"a shape attends to the whole sequence, seq = {shape.seq_length}"
-        require(window >= shape.seq_length, "sliding_window", window, f"{rule}; give a shorter one")
+    window = values.get("sliding_window")
+    if window is not None and values.get("use_sliding_window", True):
+        # a shape attends to the whole sequence
+        require_integer("sliding_window", window, shape.seq_length)
 
 
 @dataclass(frozen=True, kw_only=True)

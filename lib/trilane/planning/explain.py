@@ -119,19 +119,16 @@ def use_plan(study: Study, chosen: Candidate, calibration: Calibration) -> Path:
     Raises ValueError where 02_topology wrote none yet, and where it is of another model, machine or
     calibration.
     """
-
-    def first(values: dict[str, Any]) -> dict[str, Any]:
-        for kept in values["plans"][:1]:
-            other = plan_from_json(kept)
-            ours = (chosen.plan.shape, chosen.plan.cluster, calibration.hash)
-            is_same = (other.shape, other.cluster, constants_of(other).hash) == ours
-            rule = "is of another model, machine or calibration; run the last cell of 02_topology"
-            require(is_same, "plans.json", study.name, rule)
-        entry = chosen.to_json()
-        changed = {**values, "chosen_by_hand": entry["id"]}
-        for name in ("plans", "risky"):
-            changed[name] = [e for e in values.get(name, []) if e["id"] != entry["id"]]
-        changed["plans"].insert(0, entry)
-        return changed
-
-    return study.update("plans.json", "02_topology", first)
+    values = study.values("plans.json", "02_topology")
+    for kept in values["plans"][:1]:
+        other = plan_from_json(kept)
+        ours = (chosen.plan.shape, chosen.plan.cluster, calibration.hash)
+        is_same = (other.shape, other.cluster, constants_of(other).hash) == ours
+        rule = "is of another model, machine or calibration; run the last cell of 02_topology"
+        require(is_same, "plans.json", study.name, rule)
+    entry = chosen.to_json()
+    changed = {**values, "chosen_by_hand": entry["id"]}
+    for name in ("plans", "risky"):
+        changed[name] = [e for e in values.get(name, []) if e["id"] != entry["id"]]
+    changed["plans"].insert(0, entry)
+    return study.save("plans.json", changed, "02_topology")

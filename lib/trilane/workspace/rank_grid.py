@@ -186,30 +186,22 @@ def unknown(ranks: Iterable[int], gpus_per_node: int) -> Grid:
 
 
 def from_json(values: Mapping[str, Any]) -> Grid | None:
-    """The grid of a topology.json or a plan.json; None where it holds neither sizes nor ranks.
+    """The grid of a topology.json or a plan.json; None where it holds no sizes.
 
-    Either {"tp": .., "pp": .., "dp": .., "gpus_per_node": ..} (gpus_per_node 8 by default), or
-    {"ranks": [{"rank": .., "tp": .., "pp": .., "dp": .., "node": ..}, ..]}, or both: then the list
-    takes precedence.
+    {"tp": .., "pp": .., "dp": .., "gpus_per_node": ..} (gpus_per_node 8 by default); a list
+    "ranks": [{"rank": .., "tp": .., "pp": .., "dp": .., "node": ..}, ..] beside it takes precedence
+    for the ranks that it names.
     """
     sizes = values.get("topology", values)
+    if set(COORDINATES).isdisjoint(sizes):
+        return None
     cluster = values.get("cluster", {})
     width = values.get("gpus_per_node") or cluster.get("gpus_per_node") or 8
+    tp, pp, dp = (sizes.get(name, 1) for name in COORDINATES)
+    grid = with_hosts(regular(tp, pp, dp, width), values.get("hosts", ()), width, Known.MAP)
     listed = {int(facts["rank"]): facts for facts in values.get("ranks") or ()}
-    is_known = not set(COORDINATES).isdisjoint(sizes)
-    if is_known:
-        tp, pp, dp = (sizes.get(name, 1) for name in COORDINATES)
-        grid = with_hosts(regular(tp, pp, dp, width), values.get("hosts", ()), width, Known.MAP)
-    elif listed:
-        grid = unknown(listed, width)
-        is_known = "tp" in next(iter(listed.values()))
-    else:
-        return None
-    places = []
-    for rank in sorted({*grid.ranks, *listed}):
-        base = grid[rank] if rank in grid else grid.places[0]
-        places.append(_place(base, rank, listed.get(rank, {})))
-    return Grid(places=tuple(places), known=is_known)
+    places = [_place(place, listed.get(place.rank, {})) for place in grid.places]
+    return replace(grid, places=tuple(places))
 
 
 def read(path: Path) -> Grid | None:
@@ -222,7 +214,7 @@ def read(path: Path) -> Grid | None:
         return None
 
 
-def _place(base: GridPlace, rank: int, facts: Mapping[str, Any]) -> GridPlace:
+def _place(base: GridPlace, facts: Mapping[str, Any]) -> GridPlace:
     """A rank of topology.json; its node is named by its host, else by its label."""
     names = ("tp", "pp", "dp", "state", "step", "phase")
     values = {name: facts[name] for name in names if facts.get(name) is not None}
@@ -231,4 +223,4 @@ def _place(base: GridPlace, rank: int, facts: Mapping[str, Any]) -> GridPlace:
         values |= {"node": f"node{node}", "node_known": Known.NO}
     elif node:
         values |= {"node": node, "node_known": Known.MAP}
-    return from_mapping(GridPlace, {**vars(base), **values, "rank": rank}, "rank")
+    return from_mapping(GridPlace, {**vars(base), **values}, "rank")

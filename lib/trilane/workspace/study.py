@@ -84,21 +84,9 @@ class Study(Record):
         """Write the result file `name` (JSON), stamped with what made it; a different earlier
         version is kept.
         """
-        return self._write(name, made_by, lambda: values)
-
-    def update(
-        self, name: str, made_by: str, change: Callable[[dict[str, Any]], dict[str, Any]]
-    ) -> Path:
-        """Write the result file `name` as `change` makes it of what it holds; nobody else writes
-        one meanwhile.
-        """
-        return self._write(name, made_by, lambda: change(self.values(name, made_by)))
-
-    def _write(self, name: str, made_by: str, make: Callable[[], dict[str, Any]]) -> Path:
         self.folder.mkdir(parents=True, exist_ok=True)
         path = self.folder / name
         with self._one_writer():
-            values = make()
             if _holds(path, json.loads(json.dumps(values)), "made_by"):
                 return path
             made = {"notebook": made_by, **stamp(), "read": self.read}
