@@ -25,6 +25,7 @@ from trilane.workspace.study import Study
 
 PUBLIC = Path(os.environ.get("TRILANE_PUBLIC_LOGS", "/nonexistent"))
 BLOOM = "--shape 70,14336,112,2048,250880 --cluster jz-a100-80g --gpus 384 --gbs 2048"
+SHOWN = BLOOM.replace("--gpus 384 ", "")
 PLAN, LLAMA = "docs/plan-176b.json", "docs/plan-7b.json"
 JEAN_ZAY = "--site jean-zay-a100 --account xyz@a100"
 CALENDAR = f"plan calendar {PLAN} --tokens 341e9 --start 2027-01-04"
@@ -43,9 +44,9 @@ CASES = {
         f"plan search --shape {LLAMA} --cluster jz-a100-80g --gpus 64 --gbs 1024 --zero 1 --top 3",
     ],
     "show": [
-        f"plan show {PLAN} --tokens 341e9",
+        f"plan show {PLAN}",
         f"plan show {LLAMA}",
-        f"plan show {BLOOM} --engine megatron --tp 8 --pp 12 --mbs 2 --recompute selective"
+        f"plan show {SHOWN} --engine megatron --tp 8 --pp 12 --dp 4 --mbs 2 --recompute selective"
         " --sequence-parallel yes --partition type:transformer|embedding",
         "plan show --shape 32,4096,32,4096,32000 --cluster perlmutter-a100-80g --gbs 256 --dp 64 --mbs 1 --cp 1",
         "plan show --shape 24,2048,16,2048,50304 --cluster jz-v100-32g --gbs 512 --dp 8 --mbs 4 --engine deepspeed-zero"

@@ -33,8 +33,8 @@ LARGE = {"tp": 4, "pp": 6, "dp": 16, "mbs": 2, "gbs": 2048, "recompute": "full"}
 LARGE["attention"] = "scores"
 SHAPES = [parse_shape("6,64,2,32,384"), parse_shape("72,14336,64,2048,250880")]
 PLANS = {
-    "this machine": plan_of(SHAPES[0], small_cluster(), "megatron", 0, SMALL),
-    "out of memory": plan_of(SHAPES[1], A100, "deepspeed-3d", 0, LARGE),
+    "this machine": plan_of(SHAPES[0], small_cluster(), "megatron", SMALL),
+    "out of memory": plan_of(SHAPES[1], A100, "deepspeed-3d", LARGE),
 }
 SITES = {"this machine": "local", "out of memory": "jean-zay-a100"}
 FREE = (
@@ -83,8 +83,6 @@ def options(plan: Plan, tmp_path: Path) -> list[str]:
         shape,
         "--cluster",
         str(machine),
-        "--gpus",
-        str(plan.topology.gpus),
         "--gbs",
     ]
     words += [str(plan.topology.gbs), "--engine", plan.engine]
@@ -124,10 +122,11 @@ def test_every_command_shows_the_prediction_of_the_plan(
     name, plan, expected, path = case
     shown = printed(capsys, "plan", "show", path)
     assert (shown["id"], figures(shown["prediction"])) == (plan.id, figures(expected))
-    again = printed(capsys, "plan", "show", *[w for w in options(plan, tmp_path)])
+    again = printed(capsys, "plan", "show", *options(plan, tmp_path))
     assert (again["id"], figures(again["prediction"])) == (plan.id, figures(expected))
 
-    found = printed(capsys, "plan", "search", *options(plan, tmp_path))
+    asked = [*options(plan, tmp_path), "--gpus", plan.topology.gpus]
+    found = printed(capsys, "plan", "search", *asked)
     listed = [(p["id"], p["label"], figures(p["prediction"])) for p in found["plans"]]
     assert listed == ([] if name == "out of memory" else [(plan.id, plan.label, figures(expected))])
 
@@ -201,7 +200,8 @@ def test_a_plan_keeps_the_constants_that_predicted_it(
     expected = predict(plan, measured).sec_per_it
     assert expected > 1.2 * predict(plan).sec_per_it
     for source in ("uni", str(path)):
-        found = printed(capsys, "plan", "search", *options(plan, tmp_path), "--calibration", source)
+        asked = [*options(plan, tmp_path), "--gpus", plan.topology.gpus, "--calibration", source]
+        found = printed(capsys, "plan", "search", *asked)
         (tmp_path / "found.json").write_text(json.dumps(found))
         assert found["plans"][0]["id"] == plan.id
         kept = found["plans"][0]["calibration"]

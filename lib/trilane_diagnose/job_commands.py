@@ -58,7 +58,7 @@ def nodes(
     """
     test = node_test.tester(gpus, srun) if tests else None
     chosen, lines = nodes_of_job.start_nodes(folder, count, test)
-    note(lines, label="")
+    note(lines)
     print(chosen)
 
 

@@ -378,6 +378,6 @@ def test_of_a_sweep_one_run_fails_and_is_submitted_again_alone(
     assert [j.status for j in found] == ["completed", "crashed"], says(paths[1])
     assert [[j.id] for j in found] == [made[str(path)] for path in paths]
     corpus.write_text("to be or not to be, that is the question\n" * 40)
-    assert main([*submit, "--failed"]) == 0
+    assert main(submit) == 0
     assert list(json.loads(capsys.readouterr().out)["submitted"]) == [str(paths[1])]
     assert ended(paths[1]).status == "completed", says(paths[1])

@@ -5,10 +5,12 @@ configuration do.
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 
 from trilane.analysis.measure import Measurement
+from trilane.utils.tables import Record
 from trilane.utils.validation import require
 
 # Seven pairs of runs of one configuration on one day among the shipped rows differ by 0.6, 1.1,
@@ -25,7 +27,7 @@ SINGLE_SOURCE = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class Comparison:
+class Comparison(Record):
     """B relative to A by the medians of their runs; `change` is ln(B / A) of the time, below 0
     where B is faster.
 
@@ -33,6 +35,7 @@ class Comparison:
     deviation      of ln(seconds) between runs of one side; `source` is where that number comes from
     """
 
+    DERIVED: ClassVar = ("decided", "verdict")
     runs_a: int
     runs_b: int
     unit: str
@@ -51,7 +54,7 @@ class Comparison:
         return self.low > 0 or self.high < 0
 
     @property
-    def sentence(self) -> str:
+    def verdict(self) -> str:
         """The result, with its interval."""
         ratio, low, high = (math.exp(x) for x in (self.change, self.low, self.high))
         text = f"B takes {ratio:.3f} of A's time ({low:.3f} to {high:.3f}, 95 %)"
@@ -64,13 +67,13 @@ class Comparison:
         seconds = f"A {self.seconds_a:.4g} s, B {self.seconds_b:.4g} s per {self.unit}"
         runs = f"{seconds} ({self.runs_a} and {self.runs_b} runs)"
         spread = f"spread between runs {self.deviation:.2%}: {self.source}"
-        return "\n".join([self.sentence, runs, spread, *self.notes])
+        return "\n".join([self.verdict, runs, spread, *self.notes])
 
 
 def compare(a: Sequence[Measurement], b: Sequence[Measurement]) -> Comparison:
     """The comparison of two sets of runs; ValueError where a side has no run with a time.
 
-        compare(measure_path("a.log"), measure_path("b.log")).sentence
+        compare(measure_path("a.log"), measure_path("b.log")).verdict
 
     Student's t on the logarithms of the runs' medians, with one spread for both sides. One run a
     side: iterations of one run share its nodes and its
@@ -116,8 +119,7 @@ def _spread(x: np.ndarray, y: np.ndarray) -> tuple[float, int, str]:
     if not freedom:
         return SINGLE_DEVIATION, SINGLE_FREEDOM, SINGLE_SOURCE
     squares = float(((x - x.mean()) ** 2).sum() + ((y - y.mean()) ** 2).sum())
-    source = f"measured between {len(x)} and {len(y)} runs"
-    return max(math.sqrt(squares / freedom), LEAST_DEVIATION), freedom, source
+    return max(math.sqrt(squares / freedom), LEAST_DEVIATION), freedom, "of these runs"
 
 
 def _notes(a: Sequence[Measurement], b: Sequence[Measurement]) -> Iterator[str]:

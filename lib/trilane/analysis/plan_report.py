@@ -19,13 +19,12 @@ TENSORS = ("weights", "gradients", "optimizer", "activations")
 def plan_report(
     plan: Plan,
     calibration: Calibration | None = None,
-    tokens: float | None = None,
     trace: Trace | None = None,
 ) -> tuple[dict[str, Any], str]:
     """A plan with its prediction and what limits it, as JSON that read_plan() takes for a plan, and
     as text.
 
-    With the days of `tokens`, nothing going wrong, and what was traced.
+    With what was traced.
     """
     why = explain(plan, calibration)
     p = why.prediction
@@ -44,7 +43,6 @@ def plan_report(
         "tflops": tflops,
         "mfu": used.get("mfu"),
         "hfu": used.get("hfu"),
-        "days": None,
         "traced": trace.to_json() if trace else None,
     }
     size = f"{shape.num_layers} x {shape.hidden_size}, {shape.parameters / 1e9:.4g} B parameters"
@@ -80,11 +78,6 @@ def plan_report(
         for line in wrap(reason, 110, subsequent_indent="  "):
             lines.append(f"{head:10}{line}")
             head = ""
-    if tokens is not None:
-        days = tokens / topology.gbs / shape.seq_length * p.sec_per_it / 86400
-        values["days"] = days
-        hours = f"{days * 24 * topology.gpus:,.0f} GPU-hours"
-        lines.append(f"tokens    {tokens:g}: {days:.1f} days of work, {hours}")
     return values, "\n".join(lines)
 
 

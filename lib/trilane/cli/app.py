@@ -16,7 +16,6 @@ import typing
 from collections.abc import Callable, Iterable, Sequence
 from importlib import import_module
 from pathlib import Path
-from types import NoneType
 from typing import Any
 
 import click
@@ -96,10 +95,10 @@ class Answer:
         return self.code
 
 
-def note(lines: Iterable[str], label: str = "trilane: ") -> None:
+def note(lines: Iterable[str]) -> None:
     """Print lines to stderr."""
     for line in lines:
-        print(f"{label}{one_line(line)}", file=sys.stderr)
+        print("trilane:", one_line(line), file=sys.stderr)
 
 
 class Typed(click.ParamType):
@@ -144,8 +143,8 @@ def parameters_of(p: inspect.Parameter, hint: Any) -> list[click.Parameter]:
     """What a parameter of a command is on the command line."""
     source = hint
     if typing.get_origin(hint) is typing.Annotated:
-        source = typing.get_args(hint)[1]
-    if dataclasses.is_dataclass(source) and p.default is p.empty:
+        source = hint.__metadata__[0]
+    if dataclasses.is_dataclass(source):
         fields = [f for f in dataclasses.fields(source) if f.metadata.get("cli", True)]
         return [_parameter(f.name, f.type, f, _is_open(p, hint)) for f in fields]
     field = p.default
@@ -163,11 +162,9 @@ def _parameter(name: str, hint: Any, field: Any, is_open: bool = False) -> click
     """The argument or option of a field; one that `is_open` has no default, and may be left out."""
     facts = field.metadata
     is_several = typing.get_origin(hint) is tuple
-    kinds = typing.get_args(hint)
-    if is_several or NoneType in kinds:
-        kind = Typed(kinds[0], facts)
-    else:
-        kind = Typed(hint, facts)
+    # of tuple[int, ...] and int | None the first
+    kinds = typing.get_args(hint) or [hint]
+    kind = Typed(kinds[0], facts)
     required = field.default is dataclasses.MISSING and not is_open
     if "argument" in facts:
         nargs = -1 if is_several else 1
@@ -205,7 +202,7 @@ def command(group: click.Group | None, name: str = "") -> Callable[[Callable], c
                 if one.name not in takers:
                     takers[str(one.name)] = p
                     shown.append(one)
-        if hints["return"] not in (NoneType, int):
+        if hints["return"] is Answer:
             shown.append(click.Option(["--json", "as_json"], is_flag=True, help="print JSON"))
 
         def run(as_json: bool = False, **given: Any) -> int:
@@ -216,10 +213,10 @@ def command(group: click.Group | None, name: str = "") -> Callable[[Callable], c
                     keywords |= values
                 elif p.name in given:
                     keywords[p.name] = values[p.name] if values else p.default.default
-                elif _is_open(p, hints[p.name]):
-                    keywords[p.name] = values
                 else:
-                    keywords[p.name] = hints[p.name](**values)
+                    # dict of Annotated[dict[str, Any], Topology]
+                    kind = getattr(hints[p.name], "__origin__", hints[p.name])
+                    keywords[p.name] = kind(**values)
             answer = function(**keywords)
             if isinstance(answer, Answer):
                 return answer.show(as_json)

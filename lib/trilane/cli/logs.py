@@ -1,7 +1,6 @@
 """`trilane logs`: training logs in any dialect: parse, tabulate, compare, spikes."""
 
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 
 from trilane.analysis import compare as comparison
@@ -83,9 +82,7 @@ def compare(
     """
     runs_a = [run for path in a for run in measure_path(path)]
     runs_b = [run for path in b for run in measure_path(path)]
-    found = comparison.compare(runs_a, runs_b)
-    values = {**asdict(found), "decided": found.decided, "verdict": found.sentence}
-    return Answer(values, found.summary())
+    return Answer.of(comparison.compare(runs_a, runs_b))
 
 
 @command(logs)

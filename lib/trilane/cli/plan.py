@@ -126,21 +126,18 @@ def show(
     plan: Path | None = option(None, argument="[PLAN]"),
     shape: str = option("", f"without PLAN: {SHAPE}"),
     cluster: str = option("", f"without PLAN: {CLUSTER}"),
-    gpus: int = option(0, "GPUs of the run, where --dp is left open", minimum=1),
     seq: int = SEQUENCE,
     engine: str = option("", f"what trains it; default: {ENGINES[0]}", choices=ENGINES),
     calibration: str = CALIBRATION,
-    tokens: float | None = option(None, "also the days that so many tokens take: 300B", above=0),
     *,
     choices: Choices,
 ) -> Answer:
-    """Predict one plan in full: seconds by cause, memory by pipeline stage, TFLOPs, MFU and HFU,
-    days.
+    """Predict one plan in full: seconds by cause, memory by pipeline stage, TFLOPs, MFU and HFU.
 
     The plan is a file, or the options --shape, --cluster, --gbs, --mbs, --tp, --pp, --dp and what
     else differs from the defaults of cluster and engine.
     """
-    given = {"shape": shape, "cluster": cluster, "gpus": gpus, "seq": seq, "engine": engine}
+    given = {"shape": shape, "cluster": cluster, "seq": seq, "engine": engine}
     given = {name: value for name, value in given.items() if value} | choices
     if plan:
         for name, value in given.items():
@@ -151,11 +148,11 @@ def show(
         for name in ("shape", "cluster", "gbs"):
             require(name in given, name, "missing", "needed where no plan is named")
         model = read_shape(shape, seq_length=seq)
-        read = plan_of(model, load_cluster(cluster), engine or ENGINES[0], gpus, choices)
+        read = plan_of(model, load_cluster(cluster), engine or ENGINES[0], choices)
         trace = None
     known = constants_of(read, calibration)
     note(replaced(read, known))
-    return Answer(*plan_report(read, known, tokens, trace))
+    return Answer(*plan_report(read, known, trace))
 
 
 def constants(cluster: Cluster, source: str) -> Calibration:
@@ -165,18 +162,10 @@ def constants(cluster: Cluster, source: str) -> Calibration:
     return known
 
 
-def plan_of(
-    shape: ModelShape, cluster: Cluster, engine: str, gpus: int, choices: dict[str, Any]
-) -> Plan:
+def plan_of(shape: ModelShape, cluster: Cluster, engine: str, choices: dict[str, Any]) -> Plan:
     """The plan of these choices, with the defaults of cluster and engine for what they
     leave open.
     """
-    if gpus:
-        replica = choices.get("tp", 1) * choices.get("cp", 1) * choices.get("pp", 1)
-        choices.setdefault("dp", max(1, gpus // replica))
-        product = choices["dp"] * replica
-        rule = f"contradicts gpus={gpus}; multiples of {replica} would do"
-        require(product == gpus, "tp x cp x pp x dp", product, rule)
     topology = default_topology(shape, cluster, engine, **choices)
     label = label_of(shape, cluster, topology, engine)
     return Plan(label=label, shape=shape, cluster=cluster, topology=topology, engine=engine)
@@ -210,6 +199,6 @@ def backtest(
     lucie_jz_a100_2024. Exit code 1 where no row can be predicted.
     """
     result = measured.backtest(rows, cluster, cv, calibration)
-    note([f"skipped {row.row_id}: {row.reason}" for row in result.skipped], label="")
-    note(result.ignored, label="ignored ")
+    note([f"skipped {row.row_id}: {row.reason}" for row in result.skipped])
+    note([f"ignored {text}" for text in result.ignored])
     return Answer(result.to_json(), result.as_text(), int(not result.predictions))

@@ -137,16 +137,10 @@ def plan(
     """
     if trace:
         require(not iterations, "iterations", iterations, "nothing is trained with --trace")
-        replace_by(python("-m", "trilane_engine.trace", str(plan), *json_option()))
+        options = ["--json"] if click.get_current_context().params["as_json"] else []
+        replace_by(python("-m", "trilane_engine.trace", str(plan), *options))
     from trilane.analysis.benchmark import benchmark
     from trilane.analysis.tables import parse_text
 
     found = benchmark(plan, iterations)
     return Answer(found.to_json(), parse_text([found]), int(not found.status.is_clean))
-
-
-def json_option() -> list[str]:
-    """--json, where it was given, for the process that takes the place of this one."""
-    if click.get_current_context().params["as_json"]:
-        return ["--json"]
-    return []

@@ -1,26 +1,23 @@
 """`trilane slurm`: pre-flight check, scripts, jobs, sweeps, chains, sites."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trilane.cli.app import GROUPS, Answer, Group, command, note
+from trilane.cli.app import GROUPS, Answer, Group, command
 from trilane.config.options import option
 from trilane.config.plan import locate_plan, read_plan
-from trilane.costmodel.shipped import constants_of, replaced
 from trilane.launch.local import run_folder as run_folder_of
 from trilane.slurm import chain as chains
 from trilane.slurm import client, jobs, preflight, sites
 from trilane.slurm import script as scripts
 from trilane.slurm import study_runs as several
-from trilane.slurm.checks import JobFinding
 from trilane.slurm.sites import JobRequest, Site
 from trilane.utils.hooks import hook
 from trilane.utils.tables import one_line
-from trilane.utils.validation import require_file, to_mapping
+from trilane.utils.validation import to_mapping
 from trilane.workspace.run import Run
-from trilane.workspace.status import Status
 from trilane.workspace.study import run_folders
 
 slurm = Group("slurm", help=GROUPS["slurm"])
@@ -43,14 +40,8 @@ def check(plan: Path, job: Job) -> Answer:
 
     Exit code 1 where something is refused.
     """
-    file, _ = locate_plan(plan)
-    try:
-        read = read_plan(plan)
-    except ValueError as error:
-        require_file("plan", file)
-        found = [preflight.of_error(error)]
-    else:
-        found = preflight.check_job(read, job.site, job, Run(file.parent), job.allow)
+    run = Run(locate_plan(plan)[0].parent)
+    found = preflight.check_job(read_plan(plan), job.site, job, run, job.allow)
     text = "\n".join(finding.summary() for finding in found) or "nothing found"
     values = {"findings": [finding.to_json() for finding in found]}
     return Answer(values, text, int(bool(preflight.refused(found))))
@@ -75,44 +66,31 @@ def submit(
     times: int = option(
         1, "jobs for each run, one after another, where one time limit is not enough", minimum=1
     ),
-    failed: bool = option(False, "only runs that failed and may succeed now"),
-    rewrite: bool = option(False, "write job.sbatch anew, for this site and these options"),
     dry_run: bool = option(
         False, "only check, and print jobs, hours and their sum; submit nothing"
     ),
 ) -> Answer:
-    """Submit runs that have not completed: all, or if the check refuses one, none."""
+    """Submit runs that have not completed: all, or if the check refuses one, none.
+
+    A run folder's job.sbatch is written where there is none.
+    """
     client.require_answer()
     every = [Run(folder) for folder in dict.fromkeys(folders_of(runs))]
     # where all are completed, the check refuses them with that reason
     asked = [run for run in every if not run.is_completed] or every
-    if failed:
-        # what did not fit does not fit again
-        states = jobs.job_status(run.folder for run in asked)
-        able = [state.status.has_failed and state.status is not Status.OOM for state in states]
-        asked = [run for run, again in zip(asked, able, strict=True) if again]
-    if rewrite:
-        for run in asked:
-            scripts.rewrite(run, job.site, job)
-    findings = dict[Run, list[JobFinding]]()
-    for run in asked:
-        findings[run] = preflight.check_job(run.plan, job.site, job, run, job.allow)
+    findings = {run: preflight.check_job(run.plan, job.site, job, run, job.allow) for run in asked}
     is_refused = any(preflight.refused(found) for found in findings.values())
     submitted = dict[Run, list[str]]()
     if not is_refused and not dry_run:
         # a stage loads the checkpoint of the one before
-        if any(chains.is_chain(run) for run in runs):
-            most = 1
-        else:
-            most = parallel
+        most = 1 if any(map(chains.is_chain, runs)) else parallel
         for run, one in jobs.submit_all(asked, job.site, job, times=times, parallel=most):
             submitted.setdefault(run, []).append(one)
     lines = []
-    for run in asked:
-        ids = submitted.get(run, ["not submitted"])
-        lines.append(f"{', '.join(ids)}  {run.folder}")
     values: dict[str, Any] = {"findings": {}, "submitted": {}}
     for run, found in findings.items():
+        ids = submitted.get(run, ["not submitted"])
+        lines.append(f"{', '.join(ids)}  {run.folder}")
         lines += [f"{run.folder.name}: {finding.summary()}" for finding in found]
         values["findings"][str(run.folder)] = [finding.to_json() for finding in found]
     for run, ids in submitted.items():
@@ -121,7 +99,7 @@ def submit(
         rows = chains.costs({run.folder: run.plan for run in asked}, job)
         values["runs"] = rows
         lines.append(chains.costs_text(rows))
-    return Answer(values, "\n".join(lines) or "nothing to submit", int(is_refused))
+    return Answer(values, "\n".join(lines), int(is_refused))
 
 
 @command(slurm)
@@ -135,19 +113,16 @@ def status(
     """
     client.require_answer()
     found = jobs.job_status(folders_of(runs))
-    values = [job.to_json() for job in found]
-    text = [job.summary() for job in found]
+    text = "\n".join(job.summary() for job in found)
     has_failed = any(job.status.has_failed for job in found)
-    return Answer({"jobs": values}, "\n".join(text), int(has_failed))
+    return Answer({"jobs": [job.to_json() for job in found]}, text, int(has_failed))
 
 
 @command(slurm)
 def cancel(runs: tuple[str, ...] = RUNS) -> Answer:
     """Cancel the jobs of runs."""
     ids = jobs.cancel(folders_of(runs))
-    return Answer(
-        {"cancelled": ids}, f"cancelled: {', '.join(ids) or 'nothing was running or waiting'}"
-    )
+    return Answer({"cancelled": ids}, f"cancelled: {', '.join(ids) or 'nothing'}")
 
 
 @command(slurm)
@@ -202,7 +177,6 @@ def chain(
     folder: Path,
     job: Job,
     stages: str = option("", "nodes that follow the batch ramp-up", metavar="GBS:NODES:MBS,..."),
-    calibration: str = option("", "constants, as of `plan calendar`", metavar="SOURCE"),
 ) -> Answer:
     """Write the run folders of a chain of jobs that trains PLAN, and print each link's batch sizes
     and hours; `slurm submit FOLDER` submits them.
@@ -211,18 +185,15 @@ def chain(
     predicted, without starts, saves and waiting; `plan calendar` has the dates.
     """
     asked = chains.parse_stages(stages) if stages else []
-    read = read_plan(plan)
-    known = constants_of(read, calibration)
-    note(replaced(read, known))
-    links = chains.create(folder, replace(read, calibration=known.kept()), asked, job.site, job)
+    links = chains.create(folder, read_plan(plan), asked, job.site, job)
     rows = chains.costs({path: read_plan(path) for path in links}, job)
     return Answer({"links": rows}, chains.costs_text(rows))
 
 
 @command(slurm)
-def site(site: Site = option(argument="SITE", read=sites.site)) -> Answer:
+def site(site: str) -> Answer:
     """Print SITE (a name or a JSON file) as JSON."""
-    return Answer(to_mapping(site))
+    return Answer(to_mapping(sites.site(site)))
 
 
 slurm.add_command(hook("job"))

@@ -14,14 +14,14 @@ from trilane.launch.outcome import last_log
 from trilane.slurm import attempt, client, copies
 from trilane.slurm.attempt import status_of
 from trilane.slurm.client import FORGOTTEN, JobState
-from trilane.slurm.script import SCRIPT, rewrite
+from trilane.slurm.script import SCRIPT, render
 from trilane.slurm.sites import JobRequest, Site
 from trilane.utils.files import read_text
 from trilane.utils.folder_lock import FolderLock
 from trilane.utils.tables import DataFrame, Table, as_json, frame_of
 from trilane.utils.validation import require
 from trilane.workspace import pace
-from trilane.workspace.run import NOT_FINITE, NOT_SAVED, Run, alarm
+from trilane.workspace.run import NOT_FINITE, NOT_SAVED, Run, alarm, write_text
 from trilane.workspace.status import RunStatus, Status, verdict
 
 # for the lock of a folder, which a submission holds for a second or two
@@ -75,7 +75,7 @@ def submit_all(
         for run in runs:
             path = run.folder.resolve()
             if not (path / SCRIPT).exists():
-                rewrite(run, site, request)
+                write_text(path / SCRIPT, render("train", run.plan, site, request))
             code = ""
             if copies.USED_BY in read_text(path / SCRIPT):
                 code = str(freeze(path.parent if is_shared else path))

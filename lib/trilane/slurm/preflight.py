@@ -109,7 +109,7 @@ def edited(job: JobCheck) -> Findings:
     lines = difflib.unified_diff(*both, "rendered", SCRIPT, n=0, lineterm="")
     shown = [line[:160] for line in itertools.islice(lines, SHOWN)]
     text = [f"script={SCRIPT}: is not what plan, site and options render", *shown]
-    remedy = "give the options it was written with, or --rewrite, or --allow changes"
+    remedy = "give the options it was written with, or delete it, or --allow changes"
     yield refusal("changes", "\n".join(text), remedy)
     if "srun" in script and "--kill-on-bad-exit=1" not in script:
         message = "srun without --kill-on-bad-exit=1: when one node fails, the others wait until "

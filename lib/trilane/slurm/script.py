@@ -18,7 +18,7 @@ from trilane.costmodel.predict import predict
 from trilane.slurm.sites import JobRequest, Site, require_form
 from trilane.utils.validation import require, require_known
 from trilane.workspace.installation import checkout, shipped
-from trilane.workspace.run import Run, write_text
+from trilane.workspace.run import write_text
 
 NAMES = ("train", "bench", "prepare", "interactive")
 # the file name in a run folder
@@ -71,11 +71,6 @@ def create(plans: Mapping[Path, Plan], site: Site, request: JobRequest) -> list[
         for name, text in by_name.items():
             write_text(folder / name, text)
     return list(texts)
-
-
-def rewrite(run: Run, site: Site, request: JobRequest) -> None:
-    """Write job.sbatch from its template; the one before, edited or not, is kept in earlier/."""
-    write_text(run.folder / SCRIPT, render("train", run.plan, site, request))
 
 
 def _blanks(name: str, plan: Plan, site: Site, request: JobRequest) -> dict[str, Any]:
