@@ -181,17 +181,11 @@ def numbered(folder: Path, prefix: str, make: Callable[[Path], object]) -> Path:
 
 
 def set_aside(path: Path) -> None:
-    """Keep a copy of the file at `path`, if there is one: earlier/NAME.1, .2, ...; a folder in its
-    place is moved.
-    """
+    """Keep a copy of the file at `path`, if there is one: earlier/NAME.1, .2, ..."""
 
     def keep(target: Path) -> None:
-        if path.is_dir():
-            target.mkdir()
-            path.rename(target)
-        else:
-            with target.open("xb") as copy:
-                copy.write(path.read_bytes())
+        with target.open("xb") as copy:
+            copy.write(path.read_bytes())
 
     if path.exists():
         numbered(path.parent / "earlier", f"{path.name}.", keep)

@@ -84,10 +84,9 @@ def latest(folder: Path) -> Path | None:
     pointer = folder / "latest"
     if not pointer.exists():
         return None
-    if pointer.is_file():
-        named = folder / read_text(pointer).strip()
-        if named.parent == folder and _is_complete(named):
-            return named
+    named = folder / read_text(pointer).strip()
+    if named.parent == folder and _is_complete(named):
+        return named
     return next(reversed(complete(folder)), None)
 
 

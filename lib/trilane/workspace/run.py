@@ -113,8 +113,6 @@ def alarm(folder: Path, name: str) -> str:
 def iteration(folder: Path) -> int:
     """The last iteration in steps.jsonl; 0 where there is none. Damaged lines do not count."""
     path = folder / "steps.jsonl"
-    if not path.is_file():
-        return 0
     # else all of it: a crash may leave many NULs at the end
     for last_bytes in (1 << 14, 0):
         for line in reversed(read_text(path, last_bytes).split("\n")):
@@ -131,8 +129,6 @@ def cut_steps(folder: Path, done: int) -> None:
     ...
     """
     for path in (folder / "steps.jsonl", folder / "validation.jsonl"):
-        if path.is_dir():
-            set_aside(path)
         text = path.read_bytes() if path.exists() else b""
         lines = (line.strip("\0") for line in text.decode("utf-8", "replace").split("\n"))
         kept = "".join(f"{line}\n" for line in lines if 0 < _iteration(line) <= done)
@@ -168,7 +164,7 @@ def write_text(path: Path, text: str) -> Path:
     beside it.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    if path.is_dir() or (path.exists() and path.read_bytes() != text.encode()):
+    if path.exists() and path.read_bytes() != text.encode():
         set_aside(path)
     return replace_text(path, text)
 

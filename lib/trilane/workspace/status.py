@@ -9,7 +9,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from trilane.utils.files import FULL, replace_text, set_aside
+from trilane.utils.files import FULL, replace_text
 from trilane.utils.validation import from_mapping, read_json, require_known
 
 
@@ -131,8 +131,6 @@ def verdict(
 
 def write_status(folder: Path, status: RunStatus) -> bool:
     """Write status.json, whole or not at all; False where the disk is full."""
-    if (folder / "status.json").is_dir():
-        set_aside(folder / "status.json")
     try:
         replace_text(folder / "status.json", json.dumps(asdict(status), indent=2) + "\n")
     except OSError as error:
