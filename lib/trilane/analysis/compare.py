@@ -123,10 +123,6 @@ def _spread(x: np.ndarray, y: np.ndarray) -> tuple[float, int, str]:
 
 
 def _notes(a: Sequence[Measurement], b: Sequence[Measurement]) -> Iterator[str]:
-    for side, runs in (("A", a), ("B", b)):
-        for run in runs:
-            if run.time_problems:
-                yield f"the time of {run.name} of {side} is open: {run.time_problems[0]}"
     gpus_a = {run.config.gpus for run in a} - {0}
     gpus_b = {run.config.gpus for run in b} - {0}
     if gpus_a and gpus_b and gpus_a != gpus_b:

@@ -17,7 +17,6 @@ from trilane.config.model import ModelShape
 from trilane.config.plan import Plan, read_plan
 from trilane.logs.checks import HARMLESS, Problem, median, of_card
 from trilane.logs.run import RunLog, read_run_folder
-from trilane.utils.numbers import ranges
 from trilane.utils.tables import Record, as_json
 from trilane.utils.validation import shipped_json
 from trilane.workspace.status import Status
@@ -139,15 +138,12 @@ class Measurement(Record):
         names = ["dialect", "status", "evidence", "rank", "hosts", "collectives", "exclude"]
         names += ["arguments", "first_iteration", "last_iteration", "problems"]
         values = {name: getattr(self.log, name) for name in names}
-        values["left_out"] = [
-            {"reason": reason, "iterations": ranges(numbers)}
-            for reason, numbers in self.window.left_out.items()
-        ]
-        notes = [*self.log.own, *self.log.notes, self.window.note, self.config.note]
+        notes = [*self.log.own, *self.log.notes, self.config.note]
         values |= {
             "file": self.log.source,
             "iterations": len(self.log.iterations),
             "iterations_counted": self.iterations,
+            "left_out": self.window.left_out,
             "global_batch_size": self.config.gbs or None,
             "sec_per_it": self.sec_per_it,
             "tokens_per_s": self.tokens_per_s,

@@ -14,13 +14,12 @@ SMALLER = 0.03
 
 @dataclass(frozen=True, kw_only=True)
 class SteadyState:
-    """`counts` marks the rows of the log's iterations that count, (rows,); `left_out` has the
-    numbers of the others by the reason; `note` names a full size that was not reached.
+    """`counts` marks the rows of the log's iterations that count, (rows,); `left_out` has how many
+    do not, by the reason.
     """
 
     counts: np.ndarray
-    left_out: Mapping[str, tuple[int, ...]]
-    note: str = ""
+    left_out: Mapping[str, int]
 
 
 def steady_state(log: RunLog, gbs: float = 0, seq_length: float = 0) -> SteadyState:
@@ -28,8 +27,7 @@ def steady_state(log: RunLog, gbs: float = 0, seq_length: float = 0) -> SteadySt
 
     `gbs` and `seq_length` are the full ones; 0 unknown: the largest printed. Only they count,
     however few: a ramp-up or a curriculum is a short part of a training, and predictions and TFLOPs
-    are those of the full size. Where the run did not reach it, the largest size reached counts, and
-    the note says so.
+    are those of the full size. Where the run did not reach it, the largest size reached counts.
 
     Left out, the first reason counts: no time printed; the warm-up (at most half of the lines);
     skipped, where the optimizer did not step; a batch size or sequence length smaller by more than
@@ -41,25 +39,14 @@ def steady_state(log: RunLog, gbs: float = 0, seq_length: float = 0) -> SteadySt
     if not len(counts):
         return SteadyState(counts=np.zeros(len(log.iterations), bool), left_out={})
     full = {"global_batch_size": gbs, "seq_length": seq_length}
-    notes = []
-    for name, size in full.items():
-        reached = log.column(name).max(initial=0)
-        if 0 < reached < size:
-            notes.append(f"{name}={size:.0f} was not reached: {reached:.0f}, the largest, counts")
     iteration = log.column("iteration")
-    # neither NaN nor what a broken line makes of a number
-    is_number = iteration < 2**53
-    dropped = {"no time printed": ~counts}
+    left_out = {"no time printed": int((~counts).sum())}
     for reason, is_unsteady in _reasons(log, iteration, full):
         if (counts & ~is_unsteady).any():
-            dropped[reason] = counts & is_unsteady
+            left_out[reason] = int((counts & is_unsteady).sum())
             counts = counts & ~is_unsteady
-    left_out = {
-        reason: tuple(iteration[rows & is_number].astype(int).tolist())
-        for reason, rows in dropped.items()
-        if rows.any()
-    }
-    return SteadyState(counts=counts, left_out=left_out, note="; ".join(notes))
+    left_out = {reason: number for reason, number in left_out.items() if number}
+    return SteadyState(counts=counts, left_out=left_out)
 
 
 def _reasons(

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from trilane.analysis.measure import Measurement
-from trilane.utils.numbers import ranges, size_text
+from trilane.utils.numbers import size_text
 from trilane.utils.tables import DataFrame, csv_text, middle, one_line
 from trilane.workspace.status import Status
 
@@ -73,7 +73,7 @@ def _row(run: Measurement, source: str) -> dict[str, Any]:
     if run.status is not Status.COMPLETED:
         notes.insert(1, run.status)
         causes = [log.evidence, *log.collectives, *causes]
-    left_out = [f"{ranges(at)} ({reason})" for reason, at in run.window.left_out.items()]
+    left_out = [f"{number} ({reason})" for reason, number in run.window.left_out.items()]
     return row | {
         "memory_gib": run.memory_bytes / 2**30,
         "sec_per_it": run.sec_per_it,

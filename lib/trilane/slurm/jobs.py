@@ -83,7 +83,7 @@ def submit_all(
                 after = ""
                 if 0 < parallel <= len(submitted):
                     after = f"afterany:{submitted[-parallel][1]}"
-                submitted.append((run, _submit_one(run, code, site.source, options, after)))
+                submitted.append((run, _submit_one(run, code, site.name, options, after)))
     return submitted
 
 

@@ -165,11 +165,6 @@ class Site:
                 require_form("word", f"site.sbatch.{name}", value)
 
     @property
-    def source(self) -> str:
-        """What --site takes: its file's path, or a shipped name."""
-        return self.sources.get("file", self.name)
-
-    @property
     def image_file(self) -> str:
         """The path of the container image, "" where there is none or the image comes from a
         registry.
@@ -194,16 +189,14 @@ def site(name_or_path: str) -> Site:
     the nearest first.
     """
     path = Path(name_or_path)
-    sources = {"file": os.path.abspath(path)}
     if path.suffix != ".json":
         require_known("site", name_or_path, catalogue())
         path = SHIPPED / f"{name_or_path}.json"
-        sources = {}
     read = from_mapping(Site, read_json(path, "site"), "site")
     nodes = read.cluster
     if nodes.endswith(".json"):  # relative to the site's own file
         nodes = str(path.parent / nodes)
-    return replace(read, cluster=nodes, sources=read.sources | sources)
+    return replace(read, cluster=nodes)
 
 
 @dataclass(frozen=True, kw_only=True)
