@@ -57,11 +57,11 @@ sys.exit(main(sys.argv[1:]))
     ("command", "code", "says"),
     [
         ("logs parse docs/examples/restart/part1.log", 0, "Iterations 100"),
-        ("run all --study x", 2, f"is installed by pip install -e '{REPOSITORY}[notebooks]'"),
+        ("run all --study x", 2, "is installed by pip install -e '.[notebooks]' in a clone"),
         (
             "measure machine {}/m.json",
             2,
-            f"torch=missing: is installed by pip install -e '{REPOSITORY}[train]'",
+            "torch=missing: is installed by pip install -e '.[train]' in a clone",
         ),
     ],
 )

@@ -125,7 +125,7 @@ def test_what_is_no_dense_decoder_is_one_line(
     changes: dict, message: str, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
     shape = ["--shape", _file(tmp_path, LLAMA | changes)]
-    machine = ["--cluster", "dgx-h100", "--gpus", "8", "--gbs", "8"]
+    machine = ["--cluster", "dgx-h100", "--gbs", "8"]
     assert main(["plan", "show", *shape, *machine]) == 2
     out, err = capsys.readouterr()
     assert (out, err.count("\n")) == ("", 1)

@@ -75,7 +75,7 @@ def test_who_works_longer_than_before_is_at_fault(
     for rank, seconds in enumerate(excess):
         own = [0.0] * len(OWN)
         own[phase] = seconds
-        paces[rank] = Pace(late=10, samples=8, usual_s=1.0, now_s=4.0, excess_s=tuple(own))
+        paces[rank] = Pace(late=10, usual_s=1.0, now_s=4.0, excess_s=tuple(own))
     line, guilty = slowest({rank: f"node{rank // width}" for rank in range(4)}, paces)
     assert guilty == ranks and line.startswith(words)
 

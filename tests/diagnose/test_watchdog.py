@@ -64,7 +64,7 @@ def paced(late: int) -> dict[int, Heartbeat]:
     beats = {}
     for rank in range(4):
         excess = (0.0, 3.0 * (rank == 3), 0.0, 0.0)
-        own = Pace(late=late, samples=4, usual_s=1.0, now_s=4.0, excess_s=excess)
+        own = Pace(late=late, usual_s=1.0, now_s=4.0, excess_s=excess)
         beats[rank] = Heartbeat(
             rank=rank, host="ab"[rank // 2], pace=own, step=30, phase="x", time=1.0, pid=7
         )

@@ -133,7 +133,7 @@ class Ramp:
 
 def parse_ramp(text: str) -> Ramp:
     """The ramp of "START,INCREMENT,SAMPLES", such as "192,16,9765625"; ValueError otherwise."""
-    parts = [part.strip().replace("_", "") for part in text.split(",")]
+    parts = [part.strip() for part in text.split(",")]
     ok = len(parts) == 3 and all(map(is_count, parts))
     require(ok, "ramp", text, "must be three whole numbers: START,INCREMENT,SAMPLES")
     start, increment, samples = map(int, parts)

@@ -8,7 +8,6 @@ import multiprocessing
 import os
 import queue
 import resource
-import shlex
 import signal
 import socket
 import subprocess
@@ -16,7 +15,6 @@ import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any, NoReturn, TypeAlias
 
 Child = subprocess.Popen[bytes]
@@ -42,10 +40,7 @@ def python(*arguments: str, program: str = sys.executable) -> list[str]:
 
 def install_command(extra: str) -> str:
     """The command that installs this trilane, which no index has, with an extra."""
-    clone = Path(__file__).resolve().parents[3]
-    if (clone / "pyproject.toml").is_file():
-        return f"pip install -e {shlex.quote(f'{clone}[{extra}]')}"
-    return f"pip install '.[{extra}]' in a clone of the repository"
+    return f"pip install -e '.[{extra}]' in a clone of the repository"
 
 
 def environment(changes: Mapping[str, str] | None = None) -> dict[str, str]:

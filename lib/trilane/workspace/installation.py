@@ -21,14 +21,6 @@ def packages() -> list[Path]:
     return [package().with_name(name) for name in names]
 
 
-def frozen() -> Path | None:
-    """The frozen copy of the code (slurm/copies.py) that this is; None where it is installed."""
-    copy = package().parent
-    if (copy / "SHA256SUMS").is_file():
-        return copy
-    return None
-
-
 def checkout() -> Path | None:
     """The repository's checkout: $TRILANE_HOME, else the one that holds this file; None for an
     installed wheel.
@@ -69,8 +61,9 @@ def outputs_root() -> Path:
 
 def revision() -> str:
     """The git revision of this code; of a frozen copy that from which it was made."""
-    if copy := frozen():
-        return read_text(copy / "REVISION").strip() or "unknown (frozen)"
+    copy = package().parent
+    if (copy / "SHA256SUMS").is_file():  # slurm/copies.py
+        return read_text(copy / "REVISION").strip()
     root = checkout()
     found = ""
     if root:  # a wheel may lie in the venv of another repository

@@ -26,13 +26,12 @@ RESTART = "a slow node"
 
 @dataclass(frozen=True, kw_only=True)
 class Pace:
-    """Seconds of an iteration of `samples`, by their median (`usual_s`) and in the last `late` ones
+    """Seconds of an iteration, by their median (`usual_s`) and in the last `late` ones
     (`now_s`, their mean); what each phase of OWN takes longer. `usual_s` is 0 until there is a
     median.
     """
 
     late: int = 0
-    samples: int = 0
     usual_s: float = 0.0
     now_s: float = 0.0
     excess_s: tuple[float, ...] = (0.0,) * len(OWN)
@@ -59,7 +58,7 @@ class PaceMeter:
         row = np.array([seconds, *(phases.get(name, 0.0) for name in OWN)]) / samples
         if len(self._usual) < LATE:
             self._usual.append(row)
-            return Pace(samples=samples)
+            return Pace()
         rows = np.array(self._usual)
         usual = np.median(rows, axis=0)
         deviation = 1.4826 * np.median(abs(rows[:, 0] - usual[0]))
@@ -79,7 +78,6 @@ class PaceMeter:
         excess = [after - before for before, after in zip(usual_phases, now_phases, strict=True)]
         return Pace(
             late=self._late_count,
-            samples=samples,
             usual_s=usual_s,
             now_s=now_s,
             excess_s=tuple(excess),
