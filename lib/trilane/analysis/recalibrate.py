@@ -75,9 +75,7 @@ def _rows(
     for run in runs:
         case = case_of(run, cluster)
         if not case:
-            reason = "its log does not give shape and topology"
-            if not cluster:
-                reason = "no cluster is given"
+            reason = "its log does not give shape and topology, or no cluster is given"
             skipped.append(Skipped(row_id=run.name, reason=reason))
             continue
         row = MeasuredRow(

@@ -85,7 +85,7 @@ def calibrate(
     with output.open("x", encoding="utf-8") as file:  # also where another process has just made it
         file.write(json.dumps({**kept["constants"], "made_by": made_by}, indent=1) + "\n")
     text = f"{found.summary()}\nwritten: {output} ({kept['hash']})"
-    return Answer({**found.to_json(), "calibration": kept, "file": str(output)}, text)
+    return Answer(found.to_json(), text)
 
 
 @command(None)

@@ -3,7 +3,6 @@ its remedy.
 """
 
 import difflib
-import itertools
 import tempfile
 from collections.abc import Callable, Collection
 from dataclasses import replace
@@ -107,10 +106,9 @@ def edited(job: JobCheck) -> Findings:
     script = path.read_bytes().decode("utf-8", "replace")
     both = (job.script.split("\n"), script.split("\n"))
     lines = difflib.unified_diff(*both, "rendered", SCRIPT, n=0, lineterm="")
-    shown = [line[:160] for line in itertools.islice(lines, SHOWN)]
-    text = [f"script={SCRIPT}: is not what plan, site and options render", *shown]
+    text = [f"script={SCRIPT}: is not what plan, site and options render", *lines]
     remedy = "give the options it was written with, or delete it, or --allow changes"
-    yield refusal("changes", "\n".join(text), remedy)
+    yield refusal("changes", "\n".join(text[: SHOWN + 1]), remedy)
     if "srun" in script and "--kill-on-bad-exit=1" not in script:
         message = "srun without --kill-on-bad-exit=1: when one node fails, the others wait until "
         remedy = "srun --kill-on-bad-exit=1 --wait=15 ..."

@@ -149,7 +149,7 @@ def srun_arguments(site: Site, launcher: str) -> str:
     With Apptainer the string ends in its command, so that what follows runs inside the image.
     """
     words = [shlex.quote(word) for word in site.srun]
-    is_bound = any(word.startswith(("--cpu-bind", "--cpu_bind")) for word in site.srun)
+    is_bound = any(word.startswith("--cpu-bind") for word in site.srun)
     # one task for each GPU is bound to its own cores, and so to the NUMA node that they are on
     if launcher == "srun" and not is_bound:
         words.append("--cpu-bind=cores")
