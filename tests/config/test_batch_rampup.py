@@ -47,13 +47,6 @@ def test_the_batch_sizes_that_a_topology_cannot_divide_are_named():
     ramp.require_whole(Topology(dp=8, mbs=2, gbs=2048))
 
 
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: parse_ramp("1,2"), "ramp=1,2: must be three whole numbers"),
-        (lambda: Ramp(start=5, increment=3, samples=9).steps(9), "ramp.increment=3: must divide"),
-    ],
-)
-def test_a_ramp_that_leads_nowhere_is_refused(make, message):
-    with pytest.raises(ValueError, match=f"^{message}"):
-        make()
+def test_a_ramp_that_leads_nowhere_is_refused():
+    with pytest.raises(ValueError, match=r"^ramp\.increment=3: must divide"):
+        Ramp(start=5, increment=3, samples=9).steps(9)

@@ -1,11 +1,10 @@
-"""A plan: its learning rate, its id and label."""
+"""A plan: its learning rate and its id."""
 
 import dataclasses
 
 import pytest
 from support import REPOSITORY
 
-from trilane.config.parallelism import Topology
 from trilane.config.plan import read_plan
 from trilane.config.training import Optimizer
 
@@ -38,8 +37,3 @@ def test_the_id_of_a_plan_is_of_what_changes_its_prediction() -> None:
     )
     other = replaced(plan, topology=replaced(plan.topology, recompute="none"))
     assert same.id == plan.id != other.id
-
-
-def test_a_label_names_every_choice_beyond_the_defaults_in_the_order_of_the_fields() -> None:
-    t = Topology(tp=2, pp=2, mbs=4, gbs=8, zero=1, recompute="full", adam="torch", cp=2)
-    assert t.label == "tp2-pp2-dp1-mbs4-cp2-zero1-full-torchadam"

@@ -57,9 +57,8 @@ class Study(Record):
         require(plain, "study", repr(name), "must be a plain folder name (letters, digits, . _ -)")
         self.name = name
         self.folder = outputs_root() / name
-        self.read: dict[
-            str, str
-        ] = {}  # the result files that were loaded, and the start of their SHA-256
+        # the result files that were loaded, and the start of their SHA-256
+        self.read: dict[str, str] = {}
 
     def summary(self) -> str:
         return f"{self.name!r}, {self.folder}"
