@@ -24,7 +24,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from trilane.utils.files import json_object, read_text
+from trilane.utils.files import json_object, read_text, replace_text
 from trilane.utils.validation import HostError, from_mapping, require
 from trilane.workspace.pace import LATE, Pace
 
@@ -214,14 +214,10 @@ class NodeReport:
     ranks: tuple[Heartbeat, ...]
 
     def write(self, folder: Path) -> None:
-        """Replace the node's report: one open and one rename, nothing forced to the disk. OSError
-        where it is full.
-        """
+        """Replace the node's report. OSError where the disk is full."""
         path = folder / "ranks/nodes" / f"{self.first}.json"
         path.parent.mkdir(parents=True, exist_ok=True)
-        aside = path.with_name(f".{path.name}")
-        aside.write_text(json.dumps(asdict(self), separators=(",", ":")) + "\n", encoding="utf-8")
-        aside.replace(path)
+        replace_text(path, json.dumps(asdict(self)) + "\n")
 
 
 def read_reports(folder: Path) -> list[NodeReport]:
