@@ -133,7 +133,8 @@ class Ramp:
 
 def parse_ramp(text: str) -> Ramp:
     """The ramp of "START,INCREMENT,SAMPLES", such as "192,16,9765625"; ValueError otherwise."""
-    parts = [part.strip() for part in text.split(",")]
+    # as int() reads them, and so Megatron-LM: 9_765_625
+    parts = [part.strip().replace("_", "") for part in text.split(",")]
     ok = len(parts) == 3 and all(map(is_count, parts))
     require(ok, "ramp", text, "must be three whole numbers: START,INCREMENT,SAMPLES")
     start, increment, samples = map(int, parts)
