@@ -122,14 +122,15 @@ class Verdict(Table):
         return as_json(values)
 
 
-def diagnose_hang(folder: Path, grid: Grid | None = None) -> Verdict:
+def diagnose_hang(folder: Path | str, grid: Grid | None = None) -> Verdict:
     """The verdict on a folder of stack dumps or a run folder:
-    `diagnose_hang(Path("stacks")).suspects`.
+    `diagnose_hang("stacks").suspects`.
 
     `grid` replaces the topology that the folder names. Raises ValueError where the folder holds no
     dump.
     """
-    return _verdict(folder, read_folder(folder, grid))
+    path = Path(folder)
+    return _verdict(path, read_folder(path, grid))
 
 
 def _verdict(folder: Path, evidence: Evidence) -> Verdict:

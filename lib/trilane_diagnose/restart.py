@@ -76,13 +76,15 @@ class RestartComparison(Table):
         return "\n".join([*lines, f"{number} findings" if number else "nothing is wrong"])
 
 
-def compare_restart(before: Path, after: Path) -> RestartComparison:
+def compare_restart(before: Path | str, after: Path | str) -> RestartComparison:
     """Compare what one folder saved with what the other loaded or saved: `compare_restart(first,
     second).findings`.
 
     Each is a run folder, a checkpoint or a folder of fingerprints. Raises ValueError where one
     holds no state, is damaged, or holds another model.
     """
+    before = Path(before)
+    after = Path(after)
     findings: list[RestartFinding] = []
     compared: list[str] = []
     notes: list[str] = []
@@ -117,7 +119,7 @@ def study_restart(study: Study, before: str = "", after: str = "") -> RestartCom
     `study_restart(study, "first", "second")`.
     """
     if before:
-        return compare_restart(Path(before), Path(after or before))
+        return compare_restart(before, after or before)
     folders = study.run_folders()
     restarted = [folder for folder in folders if list(folder.glob("fingerprints/load_*"))]
     if restarted:

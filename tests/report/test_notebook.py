@@ -50,7 +50,7 @@ def story(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"tpp": "2"}, "parameter=tpp: known: on, rate, study, tp, where"),
+        ({"tpp": "2"}, "parameter=tpp: known: on, rate, study, tp, where; did you mean tp?"),
         ({"tp": "two"}, "tp=two: must be of type int"),
         ({"tp": "__import__('os')"}, "tp=__import__('os'): must be of type int"),
         ({"rate": "fast"}, "rate=fast: must be of type float"),

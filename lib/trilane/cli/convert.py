@@ -35,7 +35,7 @@ def megatron(
     plan: Path | None = option(None, argument="[PLAN]"),
     prepare: bool = option(False, "prepare the corpus, and name its .bin/.idx pairs"),
     read: Path | None = option(
-        None, "a command line, or a list of arguments; prints a plan", metavar="FILE"
+        None, "a file that holds its command line; prints a plan", metavar="FILE"
     ),
     cluster: str = option("", "for --read: the cluster's name or JSON file"),
     gpus: int = option(0, "for --read, where the arguments start no torchrun", minimum=1),

@@ -18,7 +18,7 @@ from trilane.slurm.script import SCRIPT, render
 from trilane.slurm.sites import JobRequest, Site
 from trilane.utils.files import read_text
 from trilane.utils.folder_lock import FolderLock
-from trilane.utils.tables import DataFrame, Table, as_json, frame_of
+from trilane.utils.tables import DataFrame, Table, as_json, frame_of, middle
 from trilane.utils.validation import require
 from trilane.workspace import pace
 from trilane.workspace.run import NOT_FINITE, NOT_SAVED, Run, alarm, write_text
@@ -225,7 +225,7 @@ class JobStatus(JobState):
         evidence = self.evidence[:240]
         if self.exclude:
             evidence = f"--exclude={self.exclude[:80]} {evidence}"
-        state = f"{self.run:28.28} {job:12} {self.state:13} {self.elapsed:>10}"
+        state = f"{middle(self.run, 28):28} {job:12} {self.state:13} {self.elapsed:>10}"
         place = f"{self.reason or self.nodes:22.22} {self.iteration:>7}/{self.iterations}"
         return f"{state} {place} {self.status:10} {evidence}".rstrip()
 

@@ -110,7 +110,7 @@ class Record:
         kind = type(self).__name__
         summary = self.summary()
         if isinstance(summary, Text):  # without its Markdown
-            summary = html.unescape(re.sub(r"\*\*|`|\\(?=\W)", "", summary))
+            summary = html.unescape(re.sub(r"\*\*|`|\\(?=[\W_])", "", summary))
         text = one_line(summary)
         most = REPR_CHARACTERS - len(kind) - 3  # of parentheses and an ellipsis
         if len(text) > most:
