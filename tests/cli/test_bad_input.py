@@ -60,6 +60,12 @@ BAD = [
         "run=dmo: no run folder there, and no study of that name",
     ),
     ("run all -p gsb 8", "parameter=gsb: known: "),
+    # an empty variable of a shell is no folder
+    ("slurm cancel ''", "run='': is empty"),
+    ("debug hang ''", "folder='': is empty"),
+    ("plan show odd.json", "calibration=5: must hold name, hash and constants"),
+    ("slurm job begin damaged", "jobs.jsonl: line 1 is damaged"),
+    ("plan calendar plan.json --tokens 1B --checkpoint-minutes 1e300", "is above a year"),
 ]
 
 
@@ -73,11 +79,15 @@ def here(tmp_path, monkeypatch):
     many = {"plans": [{"id": "1", **plan}, {"id": "2", **plan}]}
     constants = {name: value for name, value in to_json(Calibration()).items() if name != "p2p"}
     old = {**plan, "calibration": {"name": "mine", "hash": "0" * 10, "constants": constants}}
-    for name, values in {"old": old, "plan": plan, "many": many}.items():
+    odd = {**plan, "calibration": 5}
+    for name, values in {"old": old, "plan": plan, "many": many, "odd": odd}.items():
         (tmp_path / f"{name}.json").write_text(json.dumps(values))
     (tmp_path / "binary").write_bytes(bytes(range(256)) * 8)
     (tmp_path / "rows.csv").write_text("row_id\n1\n")
     (tmp_path / "folder").mkdir()
+    (tmp_path / "damaged").mkdir()
+    (tmp_path / "damaged/plan.json").write_text(json.dumps(plan))
+    (tmp_path / "damaged/jobs.jsonl").write_text('{"event": "nodes", "id": "5", "chosen": "n1"}\n')
     (tmp_path / "outputs/demo").mkdir(parents=True)
     (tmp_path / "outputs/demo/index.html").touch()
     return tmp_path

@@ -9,6 +9,7 @@ import pytest
 from slurm_cluster import REQUEST, SITE, Commands, one, plan, run_folder, submit_chain
 
 from trilane.cli.app import main
+from trilane.cli.slurm import folders_of
 from trilane.slurm import attempt, chain, client, jobs
 from trilane.workspace import ledger
 from trilane.workspace.run import Run
@@ -148,3 +149,8 @@ def test_a_chain_whose_submission_was_killed_is_found_by_its_name(
     with pytest.raises(jobs.ActiveJob, match=r"has job 7, 8 already"):
         submit_chain(tmp_path / "chain", times=2)
     assert Run(run).job_ids() == ["7", "8"] == jobs.cancel([run]) and not commands.calls("sbatch")
+
+
+def test_a_run_named_twice_is_one_run(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(folder.parent)
+    assert folders_of([folder.name, str(folder), f"{folder.name}/plan.json"]) == [Path(folder.name)]

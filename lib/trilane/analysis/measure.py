@@ -287,7 +287,8 @@ def nan_iterations(log: RunLog) -> int:
     loss out then.
     """
     table = log.iterations.reindex(columns=["lm_loss", "nan", "skipped", "loss_scale"])
-    counted = int(table["nan"].sum())
+    counts = table["nan"]
+    counted = int(counts[np.isfinite(counts)].sum())
     leaves_out = re.search(r"megatron|gpt-neox|deepspeedai", log.dialect)
     if not leaves_out or "lm_loss" not in log.iterations:
         return counted

@@ -108,7 +108,7 @@ def cell(key: str, value: Any) -> str:
         return size_text(value)
     if key == "memory_gib":
         return f"{value:.1f}GiB"
-    if value == int(value):
+    if float(value).is_integer() and abs(value) < 1e15:
         return f"{value:.0f}"
     return f"{value:.4g}"
 

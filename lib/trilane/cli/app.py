@@ -26,7 +26,7 @@ from trilane.config.options import check_value, option
 from trilane.utils.hooks import hook
 from trilane.utils.process import install_command
 from trilane.utils.tables import one_line, printable
-from trilane.utils.validation import parse_count, require_known, shown
+from trilane.utils.validation import parse_count, require, require_known, shown
 
 GROUPS = {
     "run": "execute one notebook of a study, or all in order",
@@ -126,6 +126,8 @@ class Typed(click.ParamType):
         if self.kind is bool:
             return value == "yes"
         if self.kind is Path:
+            # Path("") is the current folder, which nobody means by an empty variable of a shell
+            require(value != "", name, repr(value), "is empty")
             return Path(value)
         if self.kind not in (int, float):
             return value

@@ -75,7 +75,7 @@ def submit(
     A run folder's job.sbatch is written where there is none.
     """
     client.require_answer()
-    every = [Run(folder) for folder in dict.fromkeys(folders_of(runs))]
+    every = [Run(folder) for folder in folders_of(runs)]
     # where all are completed, the check refuses them with that reason
     asked = [run for run in every if not run.is_completed] or every
     findings = {run: preflight.check_job(run.plan, job.site, job, run, job.allow) for run in asked}
@@ -147,8 +147,8 @@ def watch(
 
 
 def folders_of(runs: Sequence[str]) -> list[Path]:
-    """The run folders that paths, plans' files or studies' names mean; a new one for a plan that
-    has none.
+    """The run folders that paths, plans' files or studies' names mean, each once; a new one for a
+    plan that has none.
     """
     folders = list[Path]()
     for run in runs:
@@ -158,7 +158,10 @@ def folders_of(runs: Sequence[str]) -> list[Path]:
             folders += chains.stages_of(Path(run))
         else:
             folders += run_folders([run])
-    return folders
+    by_place: dict[Path, Path] = {}
+    for folder in folders:
+        by_place.setdefault(folder.resolve(), folder)
+    return list(by_place.values())
 
 
 @command(slurm)

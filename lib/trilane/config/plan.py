@@ -85,10 +85,13 @@ class Plan(Record):
         phases = run.ramp.between(t.gbs, run.start_iteration, run.goal)
         run.ramp.require_whole(t, {phase.gbs for phase in phases})
         kept = self.calibration
-        ok = kept is None or {"name", "hash", "constants"} <= set(kept)
+        ok = kept is None
+        if isinstance(kept, Mapping):
+            ok = {"name", "hash", "constants"} <= set(kept) and isinstance(kept["name"], str)
         require(ok, "calibration", str(kept)[:40], "must hold name, hash and constants")
         rule = f"means more samples than {MOST_SAMPLES:,}, which can be put in an order"
         require(self.samples <= MOST_SAMPLES, "train_iters", run.train_iters, rule)
+        require(self.validation_samples <= MOST_SAMPLES, "eval_iters", run.eval_iters, rule)
         rule = "needs a share for validation in data.split, such as 949,50,1"
         validates = self.data.shares[1] > 0
         require(validates or not run.eval_interval, "eval_interval", run.eval_interval, rule)

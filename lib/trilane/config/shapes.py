@@ -73,6 +73,7 @@ def shape_of_config(values: Mapping[str, Any], seq_length: int = 0) -> ModelShap
         require(value == needed, key, value, rule)
     # transformers 5 keeps what rotary positions need in an object of their own
     rotary = values.get("rope_parameters") or values.get("rope_scaling") or {}
+    require(isinstance(rotary, Mapping), "rope_parameters", rotary, "must be a JSON object")
     values = {**values, **rotary}
 
     sizes = {name: _size(values, name, keys) for name, keys in tables["sizes"].items()}

@@ -130,6 +130,8 @@ class ForecastRequest(Record):
         changes: dict[str, Any] = {"spare_nodes": self.spare_nodes, "job_hours": self.job_hours}
         if self.checkpoint_minutes is not None:
             require_positive("checkpoint_minutes", self.checkpoint_minutes)
+            is_within = self.checkpoint_minutes <= 525_600
+            require(is_within, "checkpoint_minutes", self.checkpoint_minutes, "is above a year")
             changes["checkpoint_s"] = self.checkpoint_minutes * 60
         if self.failures_per_node_year is not None:
             given: dict[str, Any] = {"per_node_year": self.failures_per_node_year}

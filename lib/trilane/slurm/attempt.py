@@ -90,7 +90,8 @@ def end(folder: Path, code: int, env: Mapping[str, str] = os.environ) -> RunStat
     write_status(folder, outcome)
     facts = asdict(outcome)
     del facts["rank"]
-    run.note("ended", job, **facts)
+    with contextlib.suppress(OSError):  # a full disk: the outcome is printed
+        run.note("ended", job, **facts)
     return outcome
 
 

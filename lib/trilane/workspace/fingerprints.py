@@ -199,8 +199,11 @@ def whole_parts(replicas: Sequence[Part]) -> list[Part]:
     """
     size = math.prod(end - first for first, end in replicas[0].box)
     shards = [part for part in replicas if part.shard_size]  # a replica may hold nothing of it
+    shards.sort(key=lambda part: part.shard or (0, 0))
+    begins = [part.shard[0] for part in shards if part.shard]
+    ends = [part.shard[1] for part in shards if part.shard]
     sums = dict[str, Mark]()
-    if shards and sum(part.shard_size for part in shards) == size:
+    if shards and [0, *ends] == [*begins, size]:  # each begins where the one before it ends
         for kind in set.intersection(*(set(part.marks) for part in shards)) - {COPY}:
             sums[kind] = functools.reduce(operator.add, (part.marks[kind] for part in shards))
     wholes = []

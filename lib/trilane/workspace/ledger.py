@@ -14,6 +14,15 @@ from trilane.utils.validation import require
 
 NAME = "jobs.jsonl"
 Event = dict[str, Any]
+# the fields that readers need of an event, beside its own name and the job's id
+FIELDS: dict[str, dict[str, type]] = {
+    "started": {"iteration": int},
+    "refused": {"says": str},
+    "node failure": {"nodes": list},
+    "unreachable": {"nodes": list},
+    "nodes": {"chosen": list, "left_out": dict},
+    "replaced": {"nodes": list, "iteration": int},
+}
 
 
 def note(folder: Path, event: str, job: str, **facts: Any) -> Event:
@@ -37,7 +46,8 @@ def events(folder: Path, *kinds: str) -> list[Event]:
         rule = (
             f"line {number} is damaged; look for the run's jobs with squeue, then mend or remove it"
         )
-        is_event = isinstance(event.get("event"), str) and isinstance(event.get("id"), str)
+        wanted = {"event": str, "id": str, **FIELDS.get(str(event.get("event")), {})}
+        is_event = all(isinstance(event.get(name), kind) for name, kind in wanted.items())
         require(is_event, "ledger", folder / NAME, rule)
         if not kinds or event["event"] in kinds:
             found.append(event)

@@ -234,6 +234,7 @@ def run_folders(names: Iterable[str]) -> list[Path]:
     """
     folders: list[Path] = []
     for name in names:
+        require(name != "", "run", repr(name), "is empty")  # it would be the current folder
         if Path(name).exists():
             path = Path(name)
         else:
