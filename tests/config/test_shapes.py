@@ -113,7 +113,7 @@ BAD = [
     ({"model_type": "mixtral", "num_local_experts": 8}, "num_local_experts=8: a shape has one"),
     ({"model_type": "mamba2"}, "model_type=mamba2: known: bloom, gemma,"),
     ({"head_dim": 64}, "head_dim=64: a shape has 128"),
-    ({"vocab_size": None}, "vocab_size=missing: is not in the configuration"),
+    ({"vocab_size": None}, "shape.vocab_size=missing: is required"),
     ({"sliding_window": 2048}, "sliding_window=2048: must be a whole number of at least 4096"),
 ]
 

@@ -17,7 +17,7 @@ from typing import Any
 from trilane.config.cluster import Cluster
 from trilane.config.model import ModelShape
 from trilane.config.parallelism import RECOMPUTE, Topology
-from trilane.config.shapes import misfit_of
+from trilane.config.shapes import nearest_family
 
 ENGINES = ("megatron", "deepspeed-zero", "deepspeed-3d", "hf-zero3")
 # A package, the megatron-core from which on a row counts, and the package's releases that go with
@@ -270,7 +270,7 @@ def _rules(engine: str, shape: ModelShape, t: Topology) -> Iterator[tuple[bool, 
         yield t.zero > 0, "zero", t.zero, "needs ZeRO stage 1 or more"
         recomputes = RECOMPUTE
     if engine == "hf-zero3":
-        misfit = misfit_of(shape)
+        misfit = nearest_family(shape).misfit(shape)
         if misfit:
             yield False, misfit[0], misfit[1], f"trains models of transformers: {misfit[2]}"
         kernel = shape.positions != "alibi" or t.attention == "scores"

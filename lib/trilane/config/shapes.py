@@ -10,7 +10,6 @@ import functools
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from trilane.config.model import ModelShape, padded_vocab_size, parse_shape
@@ -20,14 +19,16 @@ from trilane.utils.validation import (
     require,
     require_integer,
     require_known,
-    require_positive,
     shipped_json,
 )
 
+# the family that a shape is compared with
+BY_POSITIONS = {"learned": "gpt2", "alibi": "bloom", "rotary": "llama", "none": "gpt2"}
+
 
 def read_shape(text: str | ModelShape, *, seq_length: int = 0) -> ModelShape:
-    """The shape of five numbers (see parse_shape), of a JSON file (a shape's fields, a plan, a
-    config.json), or of a folder with a config.json.
+    """The shape of five numbers (see parse_shape), or of a JSON file: a shape's fields, a plan, a
+    config.json.
 
     `seq_length` above 0 takes the place of the one that it has. The vocabulary of five numbers and
     of a config.json is padded to a multiple of 128, as Megatron does; a file of trilane has rows
@@ -40,11 +41,8 @@ def read_shape(text: str | ModelShape, *, seq_length: int = 0) -> ModelShape:
 
 
 def _named_shape(text: str, seq_length: int) -> ModelShape:
-    path = Path(text)
-    if (path / "config.json").is_file():
-        path = path / "config.json"
-    if text.endswith(".json") or path.is_file():
-        values = read_object(path, "shape")
+    if text.endswith(".json"):
+        values = read_object(text, "shape")
         if "model_type" not in values:
             return from_mapping(ModelShape, values.get("shape", values), "shape")
         shape = shape_of_config(values, seq_length)
@@ -58,8 +56,8 @@ def shape_of_config(values: Mapping[str, Any], seq_length: int = 0) -> ModelShap
     the longest it has. Left out: what a type has beside it, such as OPT's two further positions and
     Qwen 3's norms of queries and keys.
 
-    Raises ValueError with the name of the key for a type that is not known, for experts, latent
-    attention, attention beside the MLP, heads that do not make up the hidden size, and
+    Raises ValueError with the name of the key or field for a type that is not known, for experts,
+    latent attention, attention beside the MLP, heads that do not make up the hidden size, and
     windows shorter than the sequence.
     """
     tables = shipped_json("huggingface")
@@ -76,62 +74,25 @@ def shape_of_config(values: Mapping[str, Any], seq_length: int = 0) -> ModelShap
     require(isinstance(rotary, Mapping), "rope_parameters", rotary, "must be a JSON object")
     values = {**values, **rotary}
 
-    sizes = {name: _size(values, name, keys) for name, keys in tables["sizes"].items()}
+    names = {field.name for field in dataclasses.fields(ModelShape)}
+    given = {name: value for name, value in usual.items() if name in names}
+    for name, keys in tables["keys"].items():
+        for key in keys:
+            if values.get(key) is not None:
+                given[name] = values[key]
     if seq_length:
-        sizes["seq_length"] = seq_length
+        given["seq_length"] = seq_length
     activations = tables["gated" if usual["gated"] else "activations"]
-    key, activation = _first(values, tables["keys"]["activation"], usual["act"])
-    require_known(key, str(activation), activations)
-    epsilon_key, epsilon = _first(values, tables["keys"]["norm_epsilon"], usual["epsilon"])
-    require_positive(epsilon_key, epsilon)
-    base_key, base = _first(values, tables["keys"]["rotary_base"], ModelShape.rotary_base)
-    require_positive(base_key, base)
-    shape = ModelShape(
-        **sizes,  # type: ignore[arg-type]
-        activation=activations[activation],
-        normalization=usual["normalization"],
-        positions=usual["positions"],
-        biases=_biases(values, usual),
-        tied_embeddings=values.get("tie_word_embeddings", usual["tied"]) is not False,
-        embedding_layernorm=usual["embedding_layernorm"],
-        norm_epsilon=float(epsilon),
-        rotary_base=float(base),
-    )
-    _require_plain(values, shape)
-    return shape
+    require_known("activation", str(given["activation"]), activations)
+    given["activation"] = activations[given["activation"]]
+    bias_keys = usual["bias_keys"]
+    switches = {values.get(key, usual["biases"] == "all") for key in bias_keys}
+    rule = "a shape has all or none of them"
+    require(len(switches) < 2, "biases", " ".join(bias_keys), rule)
+    if switches:
+        given["biases"] = "all" if True in switches else "none"
+    shape = from_mapping(ModelShape, given, "shape")
 
-
-def _first(values: Mapping[str, Any], keys: list[str], otherwise: Any) -> tuple[str, Any]:
-    """The first key that has a value, and the value; else the first key, and `otherwise`."""
-    for key in keys:
-        if values.get(key) is not None:
-            return key, values[key]
-    return keys[0], otherwise
-
-
-def _size(values: Mapping[str, Any], name: str, keys: list[str]) -> int | None:
-    key, size = _first(values, keys, None)
-    if size is not None:
-        require_integer(key, size, 1)
-    # GPT-2 and BLOOM name no width of an MLP of 4 x hidden_size
-    may_miss = name in ("ffn_hidden_size", "num_key_value_heads")
-    require(size is not None or may_miss, key, "missing", "is not in the configuration")
-    return size
-
-
-def _biases(values: Mapping[str, Any], usual: Mapping[str, Any]) -> str:
-    """`biases` of a shape, by the keys that turn them on and off."""
-    usually = usual["biases"] == "all"
-    keys = usual["bias_keys"]
-    if not keys:
-        return usual["biases"]
-    kinds = {values.get(key, usually) for key in keys}
-    require(len(kinds) == 1, "biases", " ".join(keys), "a shape has all or none of them")
-    return "all" if True in kinds else "none"
-
-
-def _require_plain(values: Mapping[str, Any], shape: ModelShape) -> None:
-    """ValueError for heads or embeddings of a width of their own, and for windows."""
     widths = {"head_dim": shape.head_dim, "word_embed_proj_dim": shape.hidden_size}
     for key, width in widths.items():
         require(values.get(key) in (None, width), key, values.get(key), f"a shape has {width}")
@@ -139,6 +100,7 @@ def _require_plain(values: Mapping[str, Any], shape: ModelShape) -> None:
     if window is not None and values.get("use_sliding_window", True):
         # a shape attends to the whole sequence
         require_integer("sliding_window", window, shape.seq_length)
+    return shape
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -204,32 +166,25 @@ class Family:
 
 
 @functools.cache
-def families() -> dict[str, Family]:
-    """The families by the type in a config.json. A shape is exported as the first that has it."""
+def _family(kind: str) -> Family:
     tables = shipped_json("huggingface")["families"]
-    by_type = {}
-    for kind, table in tables.items():
-        values = {**tables.get(table.get("like"), {}), **table}
-        values.pop("like", None)
-        values["fields"] = {name: dict(pairs) for name, pairs in values["fields"].items()}
-        by_type[kind] = Family(**values)
-    return by_type
+    table = tables[kind]
+    values = {**tables.get(table.get("like"), {}), **table}
+    values.pop("like", None)
+    values["fields"] = {name: dict(pairs) for name, pairs in values["fields"].items()}
+    return Family(**values)
+
+
+def nearest_family(shape: ModelShape) -> Family:
+    """The family with the positions of `shape`, or with biases of queries, keys and values alone;
+    its misfit() says whether it has the shape.
+    """
+    return _family("qwen2" if shape.biases == "qkv" else BY_POSITIONS[shape.positions])
 
 
 def family_of(shape: ModelShape) -> Family:
-    """The first family that has `shape`; ValueError that names the field which those with its
-    positions lack.
-    """
-    misfit = misfit_of(shape)
-    if misfit:
-        raise ValueError("{}={}: {}".format(*misfit))
-    return next(family for family in families().values() if not family.misfit(shape))
-
-
-def misfit_of(shape: ModelShape) -> tuple[str, object, str] | None:
-    """Why no family has `shape`: a field, its value and the rule; None where one has."""
-    misfits = [family.misfit(shape) for family in families().values()]
-    if None in misfits:
-        return None
-    # of a family with other positions these are the first misfit
-    return next((misfit for misfit in misfits if misfit and misfit[0] != "positions"), misfits[0])
+    """The family that has `shape`; ValueError that names the first field in which it differs."""
+    family = nearest_family(shape)
+    if misfit := family.misfit(shape):
+        require(False, *misfit)
+    return family
