@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from trilane.config.engines import require_trainable
-from trilane.config.layer import layer_of
+from trilane.config.layer import read_layer
 from trilane.config.plan import Plan, locate_plan, plan_from_json, read_plan, read_plan_values
 from trilane.launch.follow import follow
 from trilane.launch.outcome import Hang, failed_ranks, judge
@@ -75,21 +75,21 @@ class TrainedRun:
 
 
 def train(
-    plan: Plan | Path | str, layer: Any = None, *, study: str = "python", **run: Any
+    plan: Plan | Path | str, layer: str = "", *, study: str = "python", **run: Any
 ) -> TrainedRun:
     """Train the plan here, in a run folder of the study; one that has completed there is not
     trained again.
 
-        train(plan, layer=MyLayer, train_iters=20).status
+        train(plan, layer="my_layer.py:MyLayer", train_iters=20).status
 
-    `layer` is a class of your own for each of its layers, or the name of one: FILE.py:CLASS or
-    package.module:CLASS (docs/engine.md). `run` sets fields of the plan's run. ValueError as
+    `layer` names a class of your own for each of its layers, FILE.py:CLASS or package.module:CLASS
+    (docs/engine.md). `run` sets fields of the plan's run. ValueError as
     train_local() and for what cannot be trained.
     """
     plan = read_plan(plan)
     for name in run:
         require_known("train", name, [f.name for f in fields(plan.run)])
-    own = layer_of(layer) if layer else plan.layer
+    own = read_layer(layer, Path.cwd()) if layer else plan.layer
     if own and own != plan.layer:
         label = f"{plan.label}-{own.kind}"
     else:
