@@ -49,4 +49,4 @@ def test_the_batch_sizes_that_a_topology_cannot_divide_are_named():
 
 def test_a_ramp_that_leads_nowhere_is_refused():
     with pytest.raises(ValueError, match=r"^ramp\.increment=3: must divide"):
-        Ramp(start=5, increment=3, samples=9).steps(9)
+        Ramp(start=5, increment=3, samples=9).consumed(1, 9)

@@ -46,7 +46,7 @@ CALM = FailureModel(
     slowdown_spread=0,
 )
 SURE = {"risks": CALM, "calibration": replace(K, half_width=1e-9)}
-RAMP, NO_RAMP = "192,16,9765625", "2048,1,0"
+RAMP, NO_RAMP = "192,16,9765625", "2048,1,1"
 
 
 def request(**changes):

@@ -1,14 +1,12 @@
 """Ramp: a batch size that grows while the run consumes samples, as Megatron-LM counts it."""
 
-import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from fractions import Fraction
 from itertools import pairwise
 
 from trilane.config.options import check, option
 from trilane.config.parallelism import Topology
-from trilane.utils.validation import is_count, require
+from trilane.utils.validation import parse_integers, require
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,44 +56,42 @@ class Ramp:
             require(self.start > 0, "ramp.start", self.start, "must be above 0")
             require(self.increment > 0, "ramp.increment", self.increment, "must be above 0")
 
-    def steps(self, gbs: int) -> int:
-        """How often the batch grows on its way to `gbs`; ValueError where the steps do not end
-        there.
-        """
-        if not self.samples:
-            return 0
-        require(self.start <= gbs, "ramp.start", self.start, f"must not be above gbs={gbs}")
-        way = gbs - self.start
-        rule = f"must divide the way from start={self.start} to gbs={gbs}"
-        require(way % self.increment == 0, "ramp.increment", self.increment, rule)
-        return way // self.increment
-
     def _starts(self, gbs: int) -> list[tuple[int, int, int]]:
         """Where each batch size begins, the constant one last: iterations done, samples consumed,
-        the size. A step that one iteration skips altogether begins where the next does.
+        the size. A step that one iteration skips altogether begins where the next does. ValueError
+        where the steps do not end at `gbs`.
         """
-        starts = []
         done = 0
         consumed = 0
-        steps = self.steps(gbs)
-        for step in range(steps):
-            batch = self.start + step * self.increment
+        starts = []
+        sizes = self._sizes(gbs)
+        for step, batch in enumerate(sizes, 1):
             starts.append((done, consumed, batch))
-            next_step = math.ceil(Fraction((step + 1) * self.samples, steps))  # its first sample
-            iterations = max(0, math.ceil(Fraction(next_step - consumed, batch)))
+            # the first sample of the next step, rounded up
+            next_step = -(-step * self.samples // len(sizes))
+            iterations = max(0, -(-(next_step - consumed) // batch))
             done += iterations
             consumed += batch * iterations
         return [*starts, (done, consumed, gbs)]
 
+    def _sizes(self, gbs: int) -> range:
+        """The batch sizes on the way to `gbs`."""
+        if not self.samples:
+            return range(0)
+        require(self.start <= gbs, "ramp.start", self.start, f"must not be above gbs={gbs}")
+        rule = f"must divide the way from start={self.start} to gbs={gbs}"
+        is_even = (gbs - self.start) % self.increment == 0
+        require(is_even, "ramp.increment", self.increment, rule)
+        return range(self.start, gbs, self.increment)
+
     def iterations(self, samples: int, gbs: int) -> int:
         """Iterations until at least `samples` are consumed."""
         done, consumed, batch = [start for start in self._starts(gbs) if start[1] <= samples][-1]
-        return done + math.ceil(Fraction(samples - consumed, batch))
+        return done - (consumed - samples) // batch
 
     def consumed(self, iterations: int, gbs: int) -> int:
         """Samples after so many iterations."""
-        done, consumed, batch = [start for start in self._starts(gbs) if start[0] <= iterations][-1]
-        return consumed + (iterations - done) * batch
+        return sum(phase.gbs * phase.iterations for phase in self.between(gbs, 0, iterations))
 
     def batches(self, iterations: int, gbs: int, done: int = 0) -> Iterator[Batch]:
         """The iterations after the first `done`, up to number `iterations`, one by one."""
@@ -126,16 +122,14 @@ class Ramp:
         if t.interleaving > 1:
             unit *= t.pp
             rule += f", times pp={t.pp} with interleaving"
-        grown = range(self.start, t.gbs, self.increment) if self.steps(t.gbs) else ()
-        for size in sorted(sizes) or [*grown, t.gbs]:
+        for size in sorted(sizes) or [*self._sizes(t.gbs), t.gbs]:
             require(size % unit == 0, "ramp", size, rule)
 
 
 def parse_ramp(text: str) -> Ramp:
     """The ramp of "START,INCREMENT,SAMPLES", such as "192,16,9765625"; ValueError otherwise."""
     # as int() reads them, and so Megatron-LM: 9_765_625
-    parts = [part.strip().replace("_", "") for part in text.split(",")]
-    ok = len(parts) == 3 and all(map(is_count, parts))
-    require(ok, "ramp", text, "must be three whole numbers: START,INCREMENT,SAMPLES")
-    start, increment, samples = map(int, parts)
+    numbers = parse_integers("ramp", text.replace("_", ""))
+    require(len(numbers) == 3, "ramp", text, "must be three whole numbers: START,INCREMENT,SAMPLES")
+    start, increment, samples = numbers
     return Ramp(start=start, increment=increment, samples=samples)

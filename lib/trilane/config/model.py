@@ -7,7 +7,7 @@ from typing import Any
 
 from trilane.config.options import changed, check, option
 from trilane.utils.tables import Record
-from trilane.utils.validation import is_count, require, require_integer
+from trilane.utils.validation import parse_integers, require, require_integer
 
 GATED = ("swiglu", "geglu")
 
@@ -220,10 +220,10 @@ def parse_shape(text: str) -> ModelShape:
     """The shape of "layers,hidden,heads,seq,vocab", such as "70,14336,112,2048,250880"; ValueError
     otherwise.
     """
-    parts = text.replace(" ", "").split(",")
-    ok = len(parts) == 5 and all(map(is_count, parts))
-    require(ok, "shape", text, "must be five whole numbers: layers,hidden,heads,seq,vocab")
-    L, h, a, seq, V = (int(part) for part in parts)
+    sizes = parse_integers("shape", text)
+    rule = "must be five whole numbers: layers,hidden,heads,seq,vocab"
+    require(len(sizes) == 5, "shape", text, rule)
+    L, h, a, seq, V = sizes
     return ModelShape(
         num_layers=L, hidden_size=h, num_attention_heads=a, seq_length=seq, vocab_size=V
     )
