@@ -13,9 +13,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from trilane.costmodel.backtest import RowPrediction, predict_row, time_figures
-from trilane.costmodel.fit import fit_time, posterior, refit
+from trilane.costmodel.backtest import compared, figures
+from trilane.costmodel.fit import fit_time, half_widths, refit
 from trilane.costmodel.measured_rows import MeasuredRow, every_row, usable
+from trilane.costmodel.memory import DEFAULT
+from trilane.costmodel.predict import Prediction, predict_case
 from trilane.costmodel.shipped import Fit, combined, nodes_name, prior_of
 from trilane.utils.progress import progress
 
@@ -24,20 +26,20 @@ def main() -> None:
     """Print the figures of each file and stack, without a row and after ten."""
     rows, found = list(every_row()), dict[str, dict[str, object]]()
     for known in (0, 10):
-        pairs = list(zip(rows, predict_foreign(rows, known), strict=True))
-        for name in ("all", *dict.fromkeys(f"{row.file} {row.stack}" for row in rows)):
-            own = [(row, p) for row, p in pairs if name in ("all", f"{row.file} {row.stack}")]
-            found.setdefault(name, {})[f"after {known} rows"] = time_figures(own)
+        runs = compared(rows, predict_foreign(rows, known))
+        names = [f"{row.file} {row.stack}" for row in rows]
+        for name, own in (("all", runs), *runs.groupby(names, sort=False)):
+            found.setdefault(name, {})[f"after {known} rows"] = figures(own)
     if "--json" in sys.argv:
         print(json.dumps(found, indent=1))
         return
     for name, each in found.items():
         print(name)
-        for when, figures in each.items():
-            print(f"  {when}: {', '.join(f'{key} {value:.3g}' for key, value in figures.items())}")  # type: ignore[attr-defined]
+        for when, values in each.items():
+            print(f"  {when}: {', '.join(f'{key} {value:.3g}' for key, value in values.items())}")  # type: ignore[attr-defined]
 
 
-def predict_foreign(rows: Sequence[MeasuredRow], known: int) -> list[RowPrediction]:
+def predict_foreign(rows: Sequence[MeasuredRow], known: int) -> list[Prediction]:
     """Predict the rows of each cluster and stack by fits of other files, and of `known` of their
     own rows.
 
@@ -48,7 +50,7 @@ def predict_foreign(rows: Sequence[MeasuredRow], known: int) -> list[RowPredicti
     groups: dict[tuple[str, str, str], list[MeasuredRow]] = {}
     for row in distinct.values():
         groups.setdefault((row.file, nodes_name(row.case.cluster.name), row.stack), []).append(row)
-    found, fits = dict[str, RowPrediction](), {}
+    found, fits = dict[str, Prediction](), {}
     for key, members in groups.items():
         timed, prior = usable(members), prior_of(*key[1:])
         fitted = fit_time([r.case for r in timed], [r.seconds for r in timed], prior)
@@ -66,13 +68,9 @@ def predict_foreign(rows: Sequence[MeasuredRow], known: int) -> list[RowPredicti
             on = [own[i] for i in rng.permutation(len(own))[:known]] if known else []
             measured = [r.case for r in on], [r.seconds for r in on]
             calibration = refit(*measured, prior).calibration if on else prior
-            widths = (
-                posterior(*measured, calibration, prior)
-                .half_widths([r.case for r in test])
-                .tolist()
-            )
-            for row, width in zip(test, widths, strict=True):
-                found[row.row_id] = predict_row(row, calibration, half_width=width)
+            widths = half_widths([r.case for r in test], calibration, prior, *measured)
+            for row, width in zip(test, widths.tolist(), strict=True):
+                found[row.row_id] = predict_case(row.case, calibration, DEFAULT, width)
     return [found[r.row_id] for r in rows]
 
 

@@ -88,8 +88,6 @@ def test_two_lines_fit_ten_rows_of_a_file(frame, tmp_path):
     rows = pd.read_csv(tmp_path / "my_runs.csv")
     known = trilane.fit(rows, "jz-a100-80g")
     assert len(known.rows) == 10 and not known.left_out and not known.ignored
-    predicted = trilane.predict(str(tmp_path / "my_runs.csv"), "jz-a100-80g")
-    pd.testing.assert_frame_equal(predicted, trilane.predict(rows, "jz-a100-80g"))
     nearer = (
         trilane.predict(rows, "jz-a100-80g", known.fitted).predicted_sec_per_it / rows.sec_per_it
         - 1

@@ -41,7 +41,7 @@ def test_false_alarms_stay_below_the_stated_five_percent(m, n):
 
 def test_the_spread_of_single_runs_is_that_of_repeats_among_the_shipped_rows():
     groups = {}
-    for row in read_rows(shipped_rows())[0]:
+    for row in read_rows([shipped_rows()])[0]:
         if row.seconds > 0 and not row.duplicate_of:
             case = row.case
             key = (case.cluster.name, case.shape, case.topology, row.stack, case.day)

@@ -81,7 +81,7 @@ def test_rates_are_those_that_the_chronicles_printed() -> None:
     with shipped_rows().open(newline="") as file:
         printed = {row["row_id"]: row["tflops_printed"] for row in csv.DictReader(file)}
     off = []
-    for row in read_rows(shipped_rows())[0]:
+    for row in read_rows([shipped_rows()])[0]:
         document, _, line = row.row_id.partition("L")
         is_later = document == "s003-" and int(line) > 586 and int(line) != 670
         if row.seconds > 0 and printed[row.row_id] and is_later:

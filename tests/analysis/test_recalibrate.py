@@ -16,7 +16,7 @@ from trilane.analysis.measure import measure_log
 from trilane.cli.app import main
 from trilane.costmodel.measured_rows import shipped_rows
 from trilane.costmodel.predict import predict
-from trilane.costmodel.recalibration import fit, predictions
+from trilane.costmodel.recalibration import fit
 from trilane.costmodel.shipped import calibration_for, default
 from trilane.workspace.study import Study
 
@@ -24,14 +24,14 @@ from trilane.workspace.study import Study
 def test_a_lesson_brings_predictions_nearer_and_reports_their_uncertainty(outputs):
     plans = [small_plan("a"), small_plan("b", dp=2), small_plan("c", tp=2)]
     blank = [recalibrate.case_of(measure_log(log(), p)) for p in plans]
-    true = [1.5 * p.sec_per_it for p in predictions(blank, default(blank[0].cluster))]
+    true = [1.5 * predict(c, default(c.cluster)).sec_per_it for c in blank]
     runs = [measure_log(log(sec_per_it=s), p) for s, p in zip(true, plans, strict=True)]
     recalibration = recalibrate.recalibrate(runs)
     table = recalibration.to_frame()
     before, after = table["predicted_over_measured"] - 1, table["recalibrated_over_measured"] - 1
     assert after.abs().max() < before.abs().min()
-    for p, row in zip(recalibration.after, recalibration.rows, strict=True):
-        assert p.sec_lo < row.seconds < p.sec_hi
+    width = 1 + table["recalibrated_half_width"]
+    assert (table["recalibrated_over_measured"].between(1 / width, width)).all()
     assert "3 of 3 runs completed" in collect.MeasuredRuns(runs=tuple(runs)).summary(recalibration)
     assert not recalibrate.recalibrate([measure_log(log())])
 

@@ -15,7 +15,6 @@ from trilane.config.model import parse_shape
 from trilane.costmodel.backtest import backtest, figures
 from trilane.costmodel.calibration import to_json
 from trilane.costmodel.measured_rows import (
-    ignored_columns,
     read_rows,
     shipped_rows,
 )
@@ -46,7 +45,7 @@ def test_ten_rows_of_a_cluster_help_and_do_not_hurt(tmp_path):
     own = tmp_path / "own.json"
     own.write_text(json.dumps(to_json(fit(timed[::7][:10], "a100-800gbps").fitted)))
     cold, warm = (
-        figures(backtest(timed, "a100-800gbps", calibration=name).pairs) for name in ("", str(own))
+        figures(backtest(timed, "a100-800gbps", calibration=name).runs) for name in ("", str(own))
     )
     assert warm["median"] < 0.05 and warm["p90"] < 0.15 and warm["median"] < cold["median"]
 
@@ -65,7 +64,8 @@ def test_ten_rows_of_a_cluster_help_and_do_not_hurt(tmp_path):
 )
 def test_a_bad_row_is_skipped_and_named(tmp_path, old, new, reason):
     assert old in GOOD
-    rows, skipped = read_rows(written(tmp_path, f"{HEADER}\n{GOOD.replace(old, new, 1)}\n{GOOD}\n"))
+    path = written(tmp_path, f"{HEADER}\n{GOOD.replace(old, new, 1)}\n{GOOD}\n")
+    rows, skipped, _ = read_rows([path])
     assert len(rows) == 1 and len(skipped) == 1
     assert skipped[0].row_id == "x" and skipped[0].reason.startswith(reason)
 
@@ -75,9 +75,8 @@ LLAMA = "x,jz-a100-80g,A100-80GB,8,32,4096,32,2048,32000,8,1,1,3,192,1,bf16,11.5
 
 def test_a_column_has_the_name_of_a_field_and_what_is_open_is_as_in_plan_show(tmp_path):
     names, cells = "tied_embeddings,ffn,kv_heads,activation,engine", "no,11008.0,8,swiglu,FSDP"
-    (row,), skipped = read_rows(
-        written(tmp_path, f"{HEADER},{names}\n{LLAMA.replace(',1,bf16', ',,')},{cells}\n")
-    )
+    text = f"{HEADER},{names}\n{LLAMA.replace(',1,bf16', ',,')},{cells}\n"
+    (row,), skipped, _ = read_rows([written(tmp_path, text)])
     shape = replace(
         parse_shape("32,4096,32,2048,32000"), activation="swiglu", num_key_value_heads=8
     )
@@ -102,6 +101,6 @@ def test_the_rows_of_other_cards_and_stacks_ship_with_their_sources(name, rows, 
     one no micro-batch.
     """
     path = shipped_rows().with_name(f"{name}.csv")
-    read, refused = read_rows(path)
-    assert (len(read), len(refused)) == (rows, skipped) and not ignored_columns(path)
+    read, refused, ignored = read_rows([path])
+    assert (len(read), len(refused)) == (rows, skipped) and not ignored
     assert all(cells["source"] and cells["licence"] for cells in csv.DictReader(path.open()))

@@ -13,6 +13,7 @@ from trilane.config.model import parse_shape
 from trilane.config.parallelism import Topology
 from trilane.costmodel import calibration, shipped
 from trilane.costmodel.calibration import Calibration, Configuration, Regime
+from trilane.costmodel.columns import columns_of
 from trilane.costmodel.constants import BOUNDS
 from trilane.costmodel.fit import fit_time, refit
 from trilane.costmodel.iteration import iteration_time
@@ -41,7 +42,7 @@ CASES = [
 
 
 def seconds(case, constants):
-    return iteration_time(case.shape, case.topology, case.cluster, constants).total
+    return iteration_time(columns_of(case.shape, case.topology), case.cluster, constants).total
 
 
 def errors(constants, measured):

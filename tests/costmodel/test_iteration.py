@@ -28,7 +28,8 @@ BF16 = {"precision": "bf16"}
 
 
 def seconds(machine: Cluster = A100, constants: Constants = K, **topology: object) -> IterationTime:
-    return iteration_time(SHAPE, Topology(**{**BF16, **topology}), machine, constants)
+    x = columns_of(SHAPE, Topology(**{**BF16, **topology}))
+    return iteration_time(x, machine, constants)
 
 
 @pytest.mark.parametrize(

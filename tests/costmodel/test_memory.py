@@ -73,7 +73,9 @@ def test_zero_shards_optimizer_then_gradients_then_weights():
     """
     shape = parse_shape("24,2048,16,1024,5120")
     stages = [
-        memory_per_stage(shape, Topology(dp=8, gbs=8, zero=zero, precision="bf16"), A100)[0]
+        memory_per_stage(
+            columns_of(shape, Topology(dp=8, gbs=8, zero=zero, precision="bf16")), A100
+        )[0]
         for zero in range(4)
     ]
     assert stages[0].optimizer / 14 * DEFAULT.optimizer == pytest.approx(stages[1].optimizer * 8)
@@ -88,7 +90,7 @@ def test_offload_moves_bytes_from_the_card_to_the_host_and_loses_none():
         Topology(dp=8, gbs=8, zero=3, precision="bf16", offload=offload)
         for offload in ("none", "full")
     ]
-    here, away = (memory_per_stage(shape, t, A100)[0] for t in topologies)
+    here, away = (memory_per_stage(columns_of(shape, t), A100)[0] for t in topologies)
     hosts = [float(host_bytes(columns_of(shape, t), 0)) for t in topologies]
     assert hosts[0] == 0 and away.optimizer == 0
     assert here.weights + here.optimizer == pytest.approx(away.weights + hosts[1])
@@ -137,9 +139,8 @@ def total(
     shape: ModelShape = GPT, machine: Cluster = A100, engine: str = "", **topology: object
 ) -> list[StageMemory]:
     known = memory_for(Calibration(), engine, machine) if engine else DEFAULT
-    return memory_per_stage(
-        shape, Topology(**{"precision": "bf16", **topology}), machine, known, engine
-    )
+    x = columns_of(shape, Topology(**{"precision": "bf16", **topology}), engine)
+    return memory_per_stage(x, machine, known)
 
 
 @pytest.mark.parametrize(

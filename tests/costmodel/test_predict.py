@@ -10,7 +10,7 @@ from trilane.config.model import parse_shape
 from trilane.config.parallelism import Topology
 from trilane.costmodel.calibration import Configuration
 from trilane.costmodel.measured_rows import every_row
-from trilane.costmodel.predict import FAR, NEAR, predict, support
+from trilane.costmodel.predict import FAR, NEAR, predict
 from trilane.costmodel.shipped import default
 
 A100 = cluster("jz-a100-80g")
@@ -26,7 +26,7 @@ def measured(**change):
 
 def test_a_measured_run_supports_itself():
     row = every_row()[30]
-    found = support(row.case)
+    found = predict(row.case, default(row.case.cluster, row.stack)).support
     assert found.distance == 0 and row.row_id in [
         name for name, distance in found.nearest if distance == 0
     ]

@@ -21,7 +21,8 @@ FULL = {"precision": "fp16", "recompute": "full", "zero": 1, "attention": "score
 
 
 def seconds(shape=SHAPE, machine=A100, constants=K, **topology):
-    return iteration_time(shape, Topology(**{**FULL, **topology}), machine, constants)
+    x = columns_of(shape, Topology(**{**FULL, **topology}))
+    return iteration_time(x, machine, constants)
 
 
 def test_one_formula_serves_a_number_and_an_array():
@@ -31,7 +32,7 @@ def test_one_formula_serves_a_number_and_an_array():
         for m in (1, 2, 4)
     ]
     together = iteration_columns(stack([columns_of(SHAPE, t) for t in topologies]), A100, K)
-    alone = [iteration_time(SHAPE, t, A100, K) for t in topologies]
+    alone = [iteration_time(columns_of(SHAPE, t), A100, K) for t in topologies]
     assert np.allclose(together.total, [t.total for t in alone], rtol=1e-12)
 
 
@@ -111,7 +112,8 @@ def test_selene_is_predicted_within_8_percent_by_constants_that_never_saw_it():
             **{**FULL, "zero": 0},
         )
         measured = shape.flops_per_iteration(gbs, recompute_full=True) / (tflops * 1e12 * gpus)
-        predicted = iteration_time(shape, topology, selene, shipped.default(selene)).total
+        x = columns_of(shape, topology)
+        predicted = iteration_time(x, selene, shipped.default(selene)).total
         errors.append(abs(predicted / measured - 1))
     assert np.median(errors) < 0.04 and max(errors) < 0.08
 
@@ -126,7 +128,7 @@ def test_every_cluster_of_the_catalogue_names_the_sources_of_its_numbers_and_can
     topology = Topology(dp=machine.gpus_per_node, mbs=1, gbs=64, zero=1, precision="fp16")
     achieved = (
         shape.flops_per_iteration(64)
-        / iteration_time(shape, topology, machine, shipped.default(machine)).total
+        / iteration_time(columns_of(shape, topology), machine, shipped.default(machine)).total
     )
     peak = machine.gpu.fp16_flops_per_s * machine.gpus_per_node
     assert 0.15 < achieved / peak < 0.75

@@ -15,6 +15,7 @@ from trilane.config.model import parse_shape
 from trilane.config.parallelism import Topology
 from trilane.config.plan import Plan
 from trilane.costmodel import shipped
+from trilane.costmodel.columns import columns_of
 from trilane.costmodel.iteration import iteration_time
 from trilane.forecasting.failures import NODE_YEAR_S, FailureModel, Interruption, daly_interval_s
 from trilane.forecasting.forecast import Forecast
@@ -104,7 +105,8 @@ def test_simulated_runs_take_as_long_on_average_as_by_dalys_formula(mtbf, interv
 
 def test_ramp_days_are_each_batch_sizes_predicted_seconds_times_its_iterations():
     by_hand = sum(
-        phase.iterations * iteration_time(SHAPE, replace(TOPOLOGY, gbs=phase.gbs), A100, K).total
+        phase.iterations
+        * iteration_time(columns_of(SHAPE, replace(TOPOLOGY, gbs=phase.gbs)), A100, K).total
         for phase in parse_ramp(RAMP).between(2048, 0, 10**9)[:-1]
     )
     assert made(runs=100).to_json()["ramp"]["days"] == pytest.approx(by_hand / DAY)

@@ -7,6 +7,7 @@ from trilane.config.cluster import cluster
 from trilane.config.model import ModelShape
 from trilane.config.parallelism import Topology
 from trilane.config.plan import Plan
+from trilane.costmodel.columns import columns_of
 from trilane.costmodel.memory import memory_per_stage
 from trilane.interop.deepspeed_config import deepspeed_config
 
@@ -85,7 +86,7 @@ def test_the_planner_counts_the_buckets_that_the_engine_asks_for(zero, buckets):
     made = plan(zero=zero, buckets=buckets, precision="bf16")
     asked = deepspeed_config(made, compiler=True)[Z].get("reduce_bucket_size", 500_000_000)
     held = [
-        memory_per_stage(made.shape, t, made.cluster)[0].buffers
+        memory_per_stage(columns_of(made.shape, t), made.cluster)[0].buffers
         for t in (made.topology, Topology())
     ]
     assert held[0] - held[1] == 3 * 2 * asked

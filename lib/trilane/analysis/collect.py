@@ -14,7 +14,7 @@ from trilane.analysis.spikes import training_text
 from trilane.analysis.tables import frame
 from trilane.config.cluster import Cluster, Gpu
 from trilane.config.plan import read_plan
-from trilane.costmodel.recalibration import NOTHING, Recalibration
+from trilane.costmodel.recalibration import Recalibration
 from trilane.logs.dialects import use
 from trilane.logs.written_tables import read_runs
 from trilane.utils.files import natural
@@ -24,6 +24,7 @@ from trilane.utils.tables import DataFrame, Html, Table, Text, displayed, short,
 from trilane.utils.validation import require, require_folder
 from trilane.workspace.study import Study, load_cluster
 
+NOTHING = Text("Nothing to predict: no run has shape, topology, cluster and seconds.")
 DRAWN = 8  # runs of hundreds that a figure has
 # what a file's name shows to be no log
 NO_LOGS = {".json", ".py", ".md", ".ipynb", ".html", ".png", ".csv", ".pt", ".bin", ".idx"}

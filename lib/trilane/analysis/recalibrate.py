@@ -12,7 +12,6 @@ from trilane.costmodel.calibration import Calibration, Configuration
 from trilane.costmodel.measured_rows import (
     MeasuredRow,
     Skipped,
-    ignored_columns,
     read_rows,
     stack_of,
 )
@@ -64,14 +63,7 @@ def _rows(
     """The rows of measured runs, and of files that hold tables of rows; those left out; what was
     not read of tables.
     """
-    rows: list[MeasuredRow] = []
-    skipped: list[Skipped] = []
-    ignored: list[str] = []
-    for path in tables:
-        read, bad = read_rows(path, cluster)
-        rows += read
-        skipped += bad
-        ignored += ignored_columns(path)
+    rows, skipped, ignored = read_rows(tables, cluster)
     for run in runs:
         case = case_of(run, cluster)
         if not case:

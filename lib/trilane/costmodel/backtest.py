@@ -2,39 +2,28 @@
 them; errors.
 """
 
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
-from trilane.costmodel.calibration import Calibration, interval
-from trilane.costmodel.columns import columns_of
+from trilane.costmodel.calibration import Calibration
 from trilane.costmodel.fit import fit_time
-from trilane.costmodel.iteration import iteration_time
 from trilane.costmodel.measured_rows import (
     FILES,
     MeasuredRow,
     Skipped,
     Source,
-    ignored_columns,
     read_rows,
     shipped_rows,
     usable,
 )
-from trilane.costmodel.memory import (
-    DEFAULT,
-    MemoryConstants,
-    memory_bytes,
-    memory_for,
-    oom_probability,
-    stage_memory,
-)
-from trilane.costmodel.predict import support_of, unmeasured_half_width
+from trilane.costmodel.memory import DEFAULT, memory_for
+from trilane.costmodel.predict import Prediction, predict_case
 from trilane.costmodel.shipped import calibration_for, default, prior_of
 from trilane.utils.progress import progress
-from trilane.utils.tables import Columns, DataFrame, Table, Text, as_json
+from trilane.utils.tables import DataFrame, Table, Text, as_json
 from trilane.utils.validation import require, require_known
 
 # Sets of rows in data/: of the BigScience documents, cleaned and as printed; and of other cards,
@@ -49,145 +38,98 @@ SAME = 1e-6  # relative difference of two predictions that are one
 BEST = 5e-4  # relative difference of a time to the best one, which is measured as well
 
 
-@dataclass(frozen=True, kw_only=True)
-class RowPrediction:
-    """The prediction for a measured row: seconds with their 90 % interval, GiB of a first-stage
-    GPU, P(OOM).
-    """
-
-    row_id: str
-    sec_pred: float
-    sec_lo: float
-    sec_hi: float
-    mem_gib_pred: float
-    oom_probability: float
-
-
-Pair = tuple[MeasuredRow, RowPrediction]
-
-
 def group_name(row: MeasuredRow) -> str:
     """GPU family and software stack of a row, such as `A100 megatron-deepspeed`."""
     return f"{row.case.cluster.gpu.name.partition('-')[0]} {row.stack}".strip()
 
 
-def time_figures(pairs: Sequence[Pair]) -> dict[str, Any]:
-    """Relative errors of seconds over distinct timed rows, and the share of rows within the
-    interval (`coverage`).
+def compared(rows: Sequence[MeasuredRow], predictions: Sequence[Prediction]) -> DataFrame:
+    """Each measured row beside its prediction: seconds with their 90 % interval, GiB of a
+    first-stage GPU, P(OOM); NaN for what was not measured.
     """
-    errors = []
-    inside = []
-    for row, p in pairs:
-        if usable([row]):
-            errors.append(p.sec_pred / row.seconds - 1)
-            inside.append(p.sec_lo <= row.seconds <= p.sec_hi)
-    if not errors:
-        return {}
-    sizes = np.abs(errors)
-    return {
-        "n": len(errors),
-        "median": float(np.median(sizes)),
-        "p90": float(np.quantile(sizes, 0.9)),
-        "bias": float(np.median(errors)),
-        "coverage": float(np.mean(inside)),
+    import pandas as pd
+
+    cells = []
+    for row, p in zip(rows, predictions, strict=True):
+        cell = {
+            "row_id": row.row_id,
+            "group": group_name(row),
+            "table": row.table,
+            "gpus": row.case.topology.gpus,
+            "sec_per_it": row.seconds,
+            "sec_pred": p.sec_per_it,
+            "sec_lo": p.sec_lo,
+            "sec_hi": p.sec_hi,
+            "mem_gib": row.memory_bytes / 2**30,
+            "mem_gib_pred": p.stages[0].total / 2**30,  # where nvidia-smi was read
+            "oom_probability": p.oom_probability,
+            "ran_out": row.ran_out,
+            "excluded": row.excluded,
+            "is_copy": bool(row.duplicate_of),
+        }
+        cells.append(cell)
+    return pd.DataFrame(cells)
+
+
+def figures(runs: DataFrame) -> dict[str, Any]:
+    """Figures of runs as compared() has them: of distinct rows the relative errors of seconds and
+    memory, the share of times within the interval (`coverage`), and OOM predicted (P > 1/2) for
+    rows that ran out or did not; a figure that no row gives is left out.
+    """
+    timed = runs[runs["sec_per_it"].notna() & ~runs["excluded"]]
+    distinct = timed[~timed["is_copy"]]
+    errors = distinct["sec_pred"] / distinct["sec_per_it"] - 1
+    once = runs[~runs["is_copy"]]
+    memory_errors = (once["mem_gib_pred"] / once["mem_gib"] - 1).abs()
+    is_called = once["oom_probability"] > 0.5
+    ran = ~once["ran_out"] & (once["sec_per_it"].notna() | once["mem_gib"].notna())
+    values = {
+        "predicted": len(runs),
+        "n": len(distinct),
+        "median": errors.abs().median(),
+        "p90": errors.abs().quantile(0.9),
+        "bias": errors.median(),
+        "coverage": distinct["sec_per_it"].between(distinct["sec_lo"], distinct["sec_hi"]).mean(),
+        **ranking_figures(timed[timed["table"] != ""]),
+        "oom": (is_called & once["ran_out"]).sum(),
+        "oom_of": once["ran_out"].sum(),
+        "false": (is_called & ran).sum(),
+        "false_of": ran.sum(),
+        "mem_n": memory_errors.count(),
+        "mem_median": memory_errors.median(),
+        "mem_p90": memory_errors.quantile(0.9),
     }
+    return {name: value for name, value in values.items() if np.isfinite(value)}
 
 
-def ranking_figures(pairs: Sequence[Pair]) -> dict[str, Any]:
+def ranking_figures(timed: DataFrame) -> dict[str, Any]:
     """Within tables: mean rank correlation (>= 3 rows), regret of the row predicted best, tables
     where it is best.
     """
-    from scipy.stats import spearmanr
-
-    tables: dict[str, list[Pair]] = {}
-    for row, p in pairs:
-        if np.isfinite(row.seconds) and not row.excluded and row.table:
-            tables.setdefault(row.table, []).append((row, p))
     rho = []
     regret = []
-    for members in tables.values():
-        seconds = np.array([row.seconds for row, _ in members])
-        predicted = np.round([p.sec_pred for _, p in members], 9)
-        if len(set(seconds)) < 2:
+    for _, members in timed.groupby("table"):
+        seconds = members["sec_per_it"]
+        predicted = members["sec_pred"].round(9)
+        if seconds.nunique() < 2:
             continue
         if len(members) >= 3:
             is_constant = predicted.max() / predicted.min() < 1 + SAME
-            rho.append(0.0 if is_constant else float(spearmanr(predicted, seconds).statistic))
+            rho.append(0.0 if is_constant else predicted.corr(seconds, method="spearman"))
         best = np.isclose(predicted, predicted.min(), rtol=SAME)
-        regret.append(float(seconds[best].mean() / seconds.min() - 1))
+        regret.append(seconds[best].mean() / seconds.min() - 1)
     if not regret:
         return {}
-    figures = {
+    return {
         "tables": len(regret),
-        "regret_mean": float(np.mean(regret)),
+        "regret_mean": np.mean(regret),
         "regret_max": max(regret),
         "best": sum(r < BEST for r in regret),
+        "rho": np.mean(rho) if rho else np.nan,
     }
-    if rho:
-        figures["rho"] = float(np.mean(rho))
-    return figures
 
 
-def memory_figures(pairs: Sequence[Pair]) -> dict[str, Any]:
-    """Relative errors of memory over distinct rows, and OOM predicted (P > 1/2) for rows that ran
-    out or did not.
-    """
-    errors = []
-    ran_out = []
-    ran = []
-    for row, p in pairs:
-        if row.duplicate_of:
-            continue
-        if np.isfinite(row.memory_bytes):
-            errors.append(abs(p.mem_gib_pred * 2**30 / row.memory_bytes - 1))
-        if row.ran_out:
-            ran_out.append(p.oom_probability > 0.5)
-        elif np.isfinite(row.seconds) or np.isfinite(row.memory_bytes):
-            ran.append(p.oom_probability > 0.5)
-    figures: dict[str, Any] = {
-        "oom": f"{sum(ran_out)}/{len(ran_out)}",
-        "false": f"{sum(ran)}/{len(ran)}",
-    }
-    if errors:
-        figures["mem_n"] = len(errors)
-        figures["mem_median"] = float(np.median(errors))
-        figures["mem_p90"] = float(np.quantile(errors, 0.9))
-    return figures
-
-
-def figures(pairs: Sequence[Pair]) -> dict[str, Any]:
-    """All figures of a backtest."""
-    found = {"predicted": len(pairs)}
-    return found | time_figures(pairs) | ranking_figures(pairs) | memory_figures(pairs)
-
-
-def predict_row(
-    row: MeasuredRow,
-    calibration: Calibration,
-    memory: MemoryConstants = DEFAULT,
-    half_width: float | None = None,
-) -> RowPrediction:
-    """Predict one row on its day; `half_width` of the interval of ln(seconds), by default the
-    calibration's.
-    """
-    case = row.case
-    on_day = calibration.on(case.day, case.topology.gpus)
-    seconds = iteration_time(case.shape, case.topology, case.cluster, on_day, case.engine).total
-    low, high = interval(seconds, half_width or calibration.half_width)
-    columns = columns_of(case.shape, case.topology, case.engine)
-    fullest = float(memory_bytes(columns, case.cluster, memory))
-    first = float(stage_memory(columns, 0, case.cluster, memory).total)  # where nvidia-smi was read
-    return RowPrediction(
-        row_id=row.row_id,
-        sec_pred=seconds,
-        sec_lo=low,
-        sec_hi=high,
-        mem_gib_pred=first / 2**30,
-        oom_probability=float(oom_probability(fullest, case.cluster, memory.spread)),
-    )
-
-
-def predict_default(rows: Sequence[MeasuredRow], calibration: str = "") -> list[RowPrediction]:
+def predict_default(rows: Sequence[MeasuredRow], calibration: str = "") -> list[Prediction]:
     """Predict every row by `calibration` (see calibration_for), else by what ships for its cluster
     and stack.
     """
@@ -198,47 +140,36 @@ def predict_default(rows: Sequence[MeasuredRow], calibration: str = "") -> list[
         key = (cluster.name, row.stack)
         if key not in constants:
             if calibration:
-                source = calibration_for(cluster, calibration)
+                constants[key] = calibration_for(cluster, calibration)
             else:
-                source = None
-            constants[key] = source or default(cluster, row.stack)
+                constants[key] = default(cluster, row.stack)
         known = constants[key]
-        seconds = predict_row(row, known).sec_pred
-        width = unmeasured_half_width(row.case, known, support_of(row.case, known, seconds))
         memory = memory_for(replace(known, stack=row.stack), row.case.engine, cluster)
-        predictions.append(predict_row(row, known, memory, width))
+        predictions.append(predict_case(row.case, known, memory))
     return predictions
 
 
 @dataclass(frozen=True, kw_only=True)
 class Backtest(Table):
-    """Predictions for the rows that could be read, and the rows that could not; shown as a table of
-    figures.
+    """Measured rows with their predictions (`runs`, see compared()), and the rows that could not be
+    read; shown as a table of figures.
     """
 
     shown = (
         "rows n median p90 coverage rho regret_mean best tables mem_median mem_p90 "
         "oom oom_of false false_of"
     )
-    rows: tuple[MeasuredRow, ...]
-    predictions: tuple[RowPrediction, ...]
+    runs: DataFrame
     skipped: tuple[Skipped, ...]
     left_out: str = ""  # what the constants were fitted without: table, hidden, date or nothing
     ignored: tuple[str, ...] = ()  # columns and words that were not read, a line each
 
-    @property
-    def pairs(self) -> list[Pair]:
-        """Each row with its prediction."""
-        return list(zip(self.rows, self.predictions, strict=True))
-
     def groups(self) -> dict[str, dict[str, Any]]:
         """The figures of each GPU and software stack, where there are several."""
-        groups = dict[str, list[Pair]]()
-        for row, p in self.pairs:
-            groups.setdefault(group_name(row), []).append((row, p))
+        groups = self.runs.groupby("group", sort=False)
         if len(groups) < 2:
             return {}
-        return {name: figures(pairs) for name, pairs in groups.items()}
+        return {name: figures(runs) for name, runs in groups}
 
     def to_frame(self) -> DataFrame:
         """A row of figures over all timed rows, `n` of them, and one for each GPU and software
@@ -247,11 +178,8 @@ class Backtest(Table):
         """
         import pandas as pd
 
-        frame = pd.DataFrame({"all": figures(self.pairs), **self.groups()}).T.infer_objects()
-        for name in ("oom", "false"):
-            frame[[name, f"{name}_of"]] = frame[name].str.split("/", expand=True).astype(int)
-        columns = self.shown.split()[1:]
-        return frame.reindex(columns=columns).rename_axis("rows").reset_index()
+        frame = pd.DataFrame({"all": figures(self.runs), **self.groups()}).T.infer_objects()
+        return frame.reindex(columns=self.shown.split()[1:]).rename_axis("rows").reset_index()
 
     def as_text(self) -> str:
         """The table for a terminal: a line per figure, a column per group."""
@@ -259,18 +187,20 @@ class Backtest(Table):
         return frame.to_string(float_format="{:.4g}".format, na_rep="")
 
     def to_json(self) -> dict[str, Any]:
-        """The backtest as a JSON object; a figure that is not finite is null."""
-        totals = figures(self.pairs) | {"skipped": len(self.skipped), "ignored": self.ignored}
+        """The predictions of rows, those skipped, and the figures of all and of each group."""
+        names = ["row_id", "sec_pred", "sec_lo", "sec_hi", "mem_gib_pred", "oom_probability"]
+        totals = figures(self.runs) | {"skipped": len(self.skipped), "ignored": self.ignored}
         groups = self.groups()
         if groups:
             totals["groups"] = groups
-        return as_json({"rows": self.predictions, "skipped": self.skipped, "summary": totals})
+        rows = self.runs[names].to_dict("records")
+        return as_json({"rows": rows, "skipped": self.skipped, "summary": totals})
 
     def summary(self) -> Text:
-        """The errors of time and memory over all rows that count, and how many times lie in their
-        intervals.
+        """The errors of time and memory over all rows that count, how many times lie in their
+        intervals, and how many rows could not be read.
         """
-        f = figures(self.pairs)
+        f = figures(self.runs)
         parts = []
         errors = "**median error {:.1%}**, 90th percentile {:.1%}, over {} runs"
         if "median" in f:
@@ -283,17 +213,8 @@ class Backtest(Table):
         if "mem_median" in f:
             text = f"Memory: {errors}."
             parts.append(Text.of(text, f["mem_median"], f["mem_p90"], f["mem_n"]))
-        return Text.joined("\n\n", parts or ["No row has its seconds or its memory."])
-
-    def skipped_reasons(self) -> Columns:
-        """Why rows could not be read, and how many for each reason; then what was ignored of those
-        that could.
-        """
-        counts = Counter(row.reason for row in self.skipped)
-        counts.update(dict.fromkeys(self.ignored, len(self.rows)))
-        if not counts:
-            counts["all rows could be read"] = 0
-        return Columns({"reason": list(counts), "rows": list(counts.values())})
+        parts.append(Text.of("{} rows could not be read.", len(self.skipped)))
+        return Text.joined("\n\n", parts)
 
 
 def backtest(
@@ -316,28 +237,22 @@ def backtest(
         names = FILES if rows_csv == "all" else [rows_csv]
         folder = shipped_rows().parent
         sources = [folder / f"{name}.csv" if name in SHIPPED else name for name in names]
-    rows = list[MeasuredRow]()
-    skipped = list[Skipped]()
-    ignored = list[str]()
-    for source in sources:
-        read, unread = read_rows(source, cluster or None)
-        rows += read
-        skipped += unread
-        ignored += ignored_columns(source)
+    rows, skipped, ignored = read_rows(sources, cluster or None)
+    reason = skipped[0].reason if skipped else "is empty"
+    require(bool(rows), "rows", rows_csv, f"no row can be predicted; the first: {reason}")
     if left_out:
         predictions = leave_one_out(rows, left_out)
     else:
         predictions = predict_default(rows, calibration)
     return Backtest(
-        rows=tuple(rows),
-        predictions=tuple(predictions),
+        runs=compared(rows, predictions),
         skipped=tuple(skipped),
         left_out=left_out,
         ignored=tuple(ignored),
     )
 
 
-def leave_one_out(rows: Sequence[MeasuredRow], by: str) -> list[RowPrediction]:
+def leave_one_out(rows: Sequence[MeasuredRow], by: str) -> list[Prediction]:
     """Cross-validation: predict every row by constants fitted without its table, hidden size or
     date (`by`).
 
@@ -351,7 +266,7 @@ def leave_one_out(rows: Sequence[MeasuredRow], by: str) -> list[RowPrediction]:
     folds = dict[Any, list[MeasuredRow]]()
     for row in rows:
         folds.setdefault((group_name(row), key(row)), []).append(row)
-    predictions = dict[str, RowPrediction]()
+    predictions = dict[str, Prediction]()
     for (group, left_out), test in progress(list(folds.items()), f"fits without each {by}", "fit"):
         gone = {r.row_id for r in test} | {r.duplicate_of for r in test}
         group_rows = [r for r in rows if group_name(r) == group and key(r) != left_out]
@@ -361,5 +276,6 @@ def leave_one_out(rows: Sequence[MeasuredRow], by: str) -> list[RowPrediction]:
             seconds = [r.seconds for r in rest]
             calibration = fit_time([r.case for r in rest], seconds, calibration)
         for row in test:
-            predictions[row.row_id] = predict_row(row, calibration)
+            width = calibration.half_width
+            predictions[row.row_id] = predict_case(row.case, calibration, DEFAULT, width)
     return [predictions[row.row_id] for row in rows]

@@ -166,11 +166,6 @@ class Calibration(Record, Constants):
         return {"name": self.name, "hash": self.hash, "constants": to_json(self)}
 
 
-def interval(seconds: float, half_width: float) -> tuple[float, float]:
-    """The 90 % interval around a predicted time, whose half-width is of ln(seconds)."""
-    return seconds / math.exp(half_width), seconds * math.exp(half_width)
-
-
 def to_json(calibration: Calibration) -> dict[str, Any]:
     """The constants as a JSON object, without their name; what says where they come from only where
     it is known.

@@ -1,8 +1,7 @@
 """Robust fits of the constants to measured rows, within physical bounds and regularized by a prior;
-and Posterior, the uncertainty of predictions by such constants, as a covariance over plans.
+and the uncertainty of predictions by such constants, as a covariance over plans.
 """
 
-import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -281,88 +280,49 @@ class _Problem:
         )
 
 
-@dataclass(frozen=True, kw_only=True)
-class Posterior:
-    """A calibration, and the `cases` that it was fitted to.
-
-    ln(seconds) of a plan is the model's, with a prior deviation `deviation` (C,) of the constants'
-    logarithms, plus a misfit of the plan (deviation `misfit`), plus the `noise` of a run. All are
-    normal, and the model is linearized at the calibration (Laplace's approximation).
-    """
-
-    calibration: Calibration
-    cases: tuple[Configuration, ...]
-    deviation: np.ndarray
-    misfit: float
-    noise: float
-
-    def half_widths(self, cases: Sequence[Configuration]) -> np.ndarray:
-        """Half-widths of the 90 % intervals of ln(seconds) around the calibration's predictions,
-        (N,).
-
-        From Student's t, as the misfit is an estimate. A measured case gets the interval of an
-        unmeasured one like it. Left out: the uncertainty of regimes' factors, and correlated
-        misfits of similar plans.
-        """
-        from scipy.stats import t
-
-        effects = sensitivities(cases, self.calibration) * self.deviation
-        known = sensitivities(self.cases, self.calibration) * self.deviation
-        n = len(self.cases)
-        alike = np.array([[_same(x, y) for y in self.cases] for x in self.cases], float)
-        rows = known @ known.T + self.misfit**2 * alike.reshape(n, n) + self.noise**2 * np.eye(n)
-        across = effects @ known.T
-        shared = np.diag(effects @ effects.T - across @ np.linalg.solve(rows, across.T))
-        return float(t.ppf(0.95, n + MISFIT_ROWS)) * np.sqrt(shared + self.misfit**2)
-
-
-def posterior(
+def half_widths(
     cases: Sequence[Configuration],
-    measured: Sequence[float],
     calibration: Calibration,
     prior: Calibration,
-) -> Posterior:
-    """The posterior at `calibration`, to which `prior` was fitted by the cases; the prior
-    uncertainty without any.
+    rows: Sequence[Configuration] = (),
+    measured: Sequence[float] = (),
+) -> np.ndarray:
+    """Half-widths of the 90 % intervals of ln(seconds) of cases around what a calibration predicts,
+    (N,); `prior` was fitted to `measured` seconds of `rows` and became it.
 
-    The misfit is estimated from the errors that the rows would have if left out of the fit, and
-    MISFIT_ROWS further rows with an error of MISFIT; without rows it is that of another site and
-    stack.
+    ln(seconds) of a plan is the model's, with a prior deviation of the constants' logarithms, plus
+    a misfit of the plan, plus the noise of a run. All are normal, and the model is linearized at
+    the calibration (Laplace's approximation). The misfit is estimated from the errors that the rows
+    would have if left out of the fit, and MISFIT_ROWS further rows with an error of MISFIT; without
+    rows it is that of another site and stack. From Student's t, as it is an estimate. A measured
+    case gets the interval of an unmeasured one like it. Left out: the uncertainty of regimes'
+    factors, and correlated misfits of similar plans.
     """
-    deviation = deviations(cases, prior)
-    misfit = FOREIGN
-    noise = NOISE["cuda"]
-    if cases:
-        rows = zip(cases, measured, strict=True)
-        on_day = [row_error(c, s, calibration.on(c.day, c.topology.gpus)) for c, s in rows]
-        errors = np.array(on_day)
-        unseen = left_out(errors, sensitivities(cases, calibration) * deviation, MISFIT)
-        # no single row says that the model is worse
-        squares = float((np.minimum(np.abs(unseen), 0.15) ** 2).sum())
-        misfit = math.sqrt((MISFIT_ROWS * MISFIT**2 + squares) / (MISFIT_ROWS + len(errors)))
-        noise = _noise(max(NOISE[c.cluster.gpu.kind] for c in cases), cases, errors)
-    return Posterior(
-        calibration=calibration,
-        cases=tuple(cases),
-        deviation=deviation,
-        misfit=misfit,
-        noise=noise,
-    )
+    effects = sensitivities(cases, calibration) * deviations(rows or cases, prior)
+    if not rows:
+        return T_QUANTILE * np.sqrt((effects**2).sum(1) + FOREIGN**2)
+    from scipy.stats import t
 
-
-def _noise(usual: float, cases: Sequence[Configuration], errors: np.ndarray) -> float:
-    """Deviation between runs of one case, from the repeats and from `usual`, which counts as two
-    repeats.
-    """
-    squares = 0.0
-    freedom = 0
-    repeats = dict[Any, list[float]]()
-    for c, error in zip(cases, errors, strict=True):
-        repeats.setdefault((c.shape, c.topology, c.cluster.name), []).append(error)
-    for alike in repeats.values():
-        squares += float(np.var(alike)) * len(alike)
-        freedom += len(alike) - 1
-    return math.sqrt((2 * usual**2 + squares) / (2 + freedom))
+    known = sensitivities(rows, calibration) * deviations(rows, prior)
+    n = len(rows)
+    on_day = [
+        row_error(c, seconds, calibration.on(c.day, c.topology.gpus))
+        for c, seconds in zip(rows, measured, strict=True)
+    ]
+    errors = np.array(on_day)
+    # no single row says that the model is worse
+    unseen = np.minimum(np.abs(left_out(errors, known, MISFIT)), 0.15)
+    misfit2 = (MISFIT_ROWS * MISFIT**2 + float((unseen**2).sum())) / (MISFIT_ROWS + n)
+    keys = [(c.shape, c.topology, c.cluster.name) for c in rows]
+    alike = np.array([[a == b for b in keys] for a in keys], float)
+    # of runs of one case: from the repeats, and the usual noise, which counts as two repeats
+    scatter = errors - alike @ errors / alike.sum(1)
+    usual = max(NOISE[c.cluster.gpu.kind] for c in rows)
+    noise2 = (2 * usual**2 + float((scatter**2).sum())) / (2 + n - len(set(keys)))
+    covariance = known @ known.T + misfit2 * alike + noise2 * np.eye(n)
+    across = effects @ known.T
+    shared = np.diag(effects @ effects.T - across @ np.linalg.solve(covariance, across.T))
+    return float(t.ppf(0.95, n + MISFIT_ROWS)) * np.sqrt(shared + misfit2)
 
 
 def sensitivities(cases: Sequence[Configuration], calibration: Calibration) -> np.ndarray:
@@ -384,7 +344,3 @@ def row_error(case: Configuration, seconds: float, calibration: Calibration) -> 
 def log_constants(calibration: Calibration) -> np.ndarray:
     """The logarithms of the constants, (C,) in the order of BOUNDS."""
     return np.log([getattr(calibration, name) for name in BOUNDS])
-
-
-def _same(a: Configuration, b: Configuration) -> bool:
-    return (a.shape, a.topology, a.cluster.name) == (b.shape, b.topology, b.cluster.name)

@@ -1,24 +1,21 @@
 """Seconds per iteration and its parts, for one plan or for arrays of them."""
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 
 from trilane.config.cluster import Cluster
-from trilane.config.model import ModelShape
-from trilane.config.parallelism import Topology
 from trilane.costmodel.columns import (
     Columns,
     Number,
     Parts,
-    columns_of,
     memory_seconds,
     slowdown,
 )
 from trilane.costmodel.constants import Constants
 from trilane.costmodel.layers import embedding_seconds, head_seconds, layer_time
-from trilane.costmodel.memory import memory_bytes, stage_layers
+from trilane.costmodel.memory import memory_bytes, stage_layers_at
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -253,23 +250,18 @@ def iteration_columns(columns: Columns, cluster: Cluster, constants: Constants) 
     )
 
 
-def iteration_time(
-    shape: ModelShape, topology: Topology, cluster: Cluster, constants: Constants, engine: str = ""
-) -> IterationTime:
+def iteration_time(columns: Columns, cluster: Cluster, constants: Constants) -> IterationTime:
     """Predicted seconds of one iteration of one plan, by part."""
-    parts = iteration_columns(columns_of(shape, topology, engine), cluster, constants)
-    return IterationTime(**{f.name: float(getattr(parts, f.name)) for f in fields(IterationTime)})
+    parts = iteration_columns(columns, cluster, constants)
+    return IterationTime(**{name: float(part) for name, part in vars(parts).items()})
 
 
-def seconds_per_stage(
-    shape: ModelShape, topology: Topology, cluster: Cluster, constants: Constants, engine: str = ""
-) -> list[float]:
+def seconds_per_stage(columns: Columns, cluster: Cluster, constants: Constants) -> list[float]:
     """Predicted seconds that one microbatch, forward and backward, takes on each pipeline stage,
     first to last.
     """
-    columns = columns_of(shape, topology, engine)
-    layer = float(layer_time(columns, cluster, constants).total)
-    seconds = [layers * layer for layers in stage_layers(shape, topology)]
-    seconds[0] += float(embedding_seconds(columns, cluster, constants))
-    seconds[-1] += float(head_seconds(columns, cluster, constants))
-    return seconds
+    stage = np.arange(columns.pp)
+    seconds = stage_layers_at(columns, stage) * layer_time(columns, cluster, constants).total
+    seconds[0] += embedding_seconds(columns, cluster, constants)
+    seconds[-1] += head_seconds(columns, cluster, constants)
+    return seconds.tolist()

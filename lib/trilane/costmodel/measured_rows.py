@@ -77,17 +77,20 @@ class Skipped:
 
 
 def read_rows(
-    source: Source, cluster: Cluster | str | None = None
-) -> tuple[list[MeasuredRow], list[Skipped]]:
-    """The rows of each_row(), and those skipped with a reason."""
+    sources: Sequence[Source], cluster: Cluster | str | None = None
+) -> tuple[list[MeasuredRow], list[Skipped], list[str]]:
+    """The rows of each_row() of all sources, those skipped with a reason, and ignored_columns()."""
     rows = list[MeasuredRow]()
     skipped = list[Skipped]()
-    for row in each_row(source, cluster):
-        if isinstance(row, Skipped):
-            skipped.append(row)
-        else:
-            rows.append(row)
-    return rows, skipped
+    ignored = list[str]()
+    for source in sources:
+        for row in each_row(source, cluster):
+            if isinstance(row, Skipped):
+                skipped.append(row)
+            else:
+                rows.append(row)
+        ignored += ignored_columns(source)
+    return rows, skipped, ignored
 
 
 def each_row(
@@ -167,9 +170,7 @@ def _names(header: Iterable[Any]) -> list[str]:
 @functools.cache
 def every_row() -> tuple[MeasuredRow, ...]:
     """The measured rows of all files that ship and that were cleaned."""
-    rows = list[MeasuredRow]()
-    for name in FILES:
-        rows += read_rows(shipped_rows().with_name(f"{name}.csv"))[0]
+    rows, _, _ = read_rows([shipped_rows().with_name(f"{name}.csv") for name in FILES])
     return tuple(rows)
 
 

@@ -7,8 +7,6 @@ from dataclasses import dataclass
 import numpy as np
 
 from trilane.config.cluster import Cluster
-from trilane.config.model import ModelShape
-from trilane.config.parallelism import Topology
 from trilane.config.training import Dropout
 from trilane.costmodel.calibration import Calibration
 from trilane.costmodel.columns import (
@@ -22,7 +20,6 @@ from trilane.costmodel.columns import (
     Columns,
     Number,
     Parts,
-    columns_of,
 )
 from trilane.utils.validation import from_mapping, shipped_json
 
@@ -377,36 +374,23 @@ def memory_bytes(
     """Bytes of the fullest stage: the first, the second (no embedding, less in flight) or the last
     (logits).
     """
-    last = np.atleast_1d(columns.pp) - 1
-    stages = np.stack([np.zeros_like(last), np.minimum(1, last), last])
-    most = np.max(stage_memory(columns, stages, cluster, constants).total, axis=0)
-    is_scalar = all(np.ndim(number) == 0 for number in columns.numbers.values())
-    return most[0] if is_scalar else most
+    last = columns.pp - 1
+    totals = [
+        stage_memory(columns, stage, cluster, constants).total
+        for stage in (0, np.minimum(1, last), last)
+    ]
+    return functools.reduce(np.maximum, totals)
 
 
 def memory_per_stage(
-    shape: ModelShape,
-    topology: Topology,
-    cluster: Cluster,
-    constants: MemoryConstants = DEFAULT,
-    engine: str = "",
+    columns: Columns, cluster: Cluster, constants: MemoryConstants = DEFAULT
 ) -> list[StageMemory]:
     """Peak memory of one GPU of each pipeline stage, first to last."""
-    columns = columns_of(shape, topology, engine)
-    stages = stage_memory(columns, np.arange(topology.pp), cluster, constants)
-    parts = [np.broadcast_to(part, topology.pp).tolist() for part in vars(stages).values()]
+    parts = vars(stage_memory(columns, np.arange(columns.pp), cluster, constants))
+    sizes = [np.broadcast_to(part, columns.pp).tolist() for part in parts.values()]
     return [
-        StageMemory(**dict(zip(vars(stages), sizes, strict=True)))
-        for sizes in zip(*parts, strict=True)
+        StageMemory(**dict(zip(parts, stage, strict=True))) for stage in zip(*sizes, strict=True)
     ]
-
-
-def stage_layers(shape: ModelShape, topology: Topology) -> list[int]:
-    """Transformer layers of each pipeline stage, first to last."""
-    first, middle, last = (int(n) for n in columns_of(shape, topology).stage_layers)
-    if topology.pp == 1:
-        return [first]
-    return [first, *[middle] * (topology.pp - 2), last]
 
 
 def oom_probability(bytes_: Number, cluster: Cluster, spread: float = DEFAULT.spread) -> Number:

@@ -1,13 +1,11 @@
 """predict(): the one answer to what a plan is expected to take, seconds and bytes, each with its
-uncertainty; and support(): the measured rows that it rests on.
+uncertainty; and the measured rows that it rests on.
 """
 
 import functools
-import io
 import math
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +14,11 @@ import numpy as np
 from trilane.config.cluster import Cluster
 from trilane.config.parallelism import invalid_reason
 from trilane.config.plan import Plan, read_plan
-from trilane.costmodel.calibration import Calibration, Configuration, interval
+from trilane.costmodel.calibration import Calibration, Configuration
 from trilane.costmodel.columns import columns_of
-from trilane.costmodel.fit import FOREIGN, T_QUANTILE, deviations, sensitivities
+from trilane.costmodel.fit import half_widths
 from trilane.costmodel.iteration import IterationTime, iteration_time, seconds_per_stage
 from trilane.costmodel.measured_rows import (
-    MOST_BYTES,
     MeasuredRow,
     Skipped,
     each_row,
@@ -31,16 +28,17 @@ from trilane.costmodel.measured_rows import (
 )
 from trilane.costmodel.memory import (
     NO_DROPOUT,
+    MemoryConstants,
     StageMemory,
     host_bytes,
     memory_for,
     memory_per_stage,
+    oom_probability,
 )
-from trilane.costmodel.memory import oom_probability as probability_of
 from trilane.costmodel.shipped import NEWEST, constants_of
 from trilane.utils.numbers import with_bounds
 from trilane.utils.tables import DataFrame, Record
-from trilane.utils.validation import read_text, to_mapping
+from trilane.utils.validation import to_mapping
 from trilane.workspace.study import load_cluster
 
 SAFE = 0.01  # probability of running out of memory up to which a plan may be recommended
@@ -83,7 +81,6 @@ NAMES = {
 DIFFERS = 0.4  # the smallest distance that is named
 NEAR = 0.5  # up to this distance the fitted interval holds
 FAR = 1.0  # from here on no measured run supports a prediction
-Case = Plan | Configuration  # what can be predicted
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,32 +93,26 @@ class Support:
     that the prediction reaches, and `record` the largest that any measured run of such cards has.
     """
 
-    nearest: tuple[tuple[str, float], ...] = ()
-    differs: tuple[str, ...] = ()
-    stack: str = ""
-    mfu: float = 0.0
-    record: float = math.inf
+    nearest: tuple[tuple[str, float], ...]
+    differs: tuple[str, ...]
+    stack: str
+    mfu: float
+    record: float
 
     @property
     def distance(self) -> float:
-        """To the nearest measured run; infinite where there is none."""
-        if self.nearest:
-            return self.nearest[0][1]
-        return math.inf
+        """To the nearest measured run."""
+        return self.nearest[0][1]
 
     @property
     def words(self) -> str:
         """One sentence for commands, notebooks and reports."""
-        if not self.nearest:
-            return "no measured run like this: there are no rows"
         row, distance = self.nearest[0]
         run = f"{row} ({self.stack})" if self.stack else row
         text = f"rests on measured runs such as {run}, at a distance of {distance:.1f}"
         if distance > FAR:
-            text = "no measured run like this; the nearest is "
-            text += f"{run}, at a distance of {distance:.1f}"
-            if self.differs:
-                text += f": another {', '.join(self.differs)}"
+            text = f"no measured run like this; the nearest is {run}, at a distance of "
+            text += f"{distance:.1f}: another {', '.join(self.differs)}"
         if self.mfu > self.record:
             text += f"; {self.mfu:.0%} of the card's peak, where no measured run has more than "
             text += f"{self.record:.0%}"
@@ -137,59 +128,53 @@ class Support:
         return 0.10 * beyond + math.log(max(self.mfu / self.record, 1.0))
 
 
-def support(case: Case, stack: str = "") -> Support:
-    """The three shipped rows nearest to a case (a Plan or a Configuration).
-
-    With `stack`, that of the constants, rows of other software are further.
-
-        support(read_plan("plan.json")).words
+def support(case: Configuration, calibration: Calibration, seconds: float) -> Support:
+    """The three shipped rows nearest to a case, of which those of other software than the
+    constants' are further; or the nearest of one's own runs, by its sizes alone, where the
+    constants are of these.
     """
-    rows = every_row()
-    sizes, kinds = _shipped_features()
-    (own_sizes,), (own_kinds,) = _features([case])
-    apart = np.abs(sizes - own_sizes)
-    is_foreign = [stack not in ("", row.stack) for row in rows]
-    other = np.column_stack(
-        [(kinds != own_kinds) * np.array(list(KINDS.values())), SOFTWARE * np.array(is_foreign)]
-    )
-    distances = np.sqrt((apart**2).sum(1) + (other**2).sum(1))
-    order = np.argsort(distances, kind="stable")[:3]
-    first = order[0]
-    names = [*KINDS, "software", *SPANS]
-    parts = dict(zip(names, [*other[first], *apart[first]], strict=True))
-    return Support(
-        nearest=tuple((rows[i].row_id, float(distances[i])) for i in order),
-        differs=_differing(parts),
-        stack=rows[first].stack,
-    )
-
-
-def support_of(case: Case, calibration: Calibration, seconds: float) -> Support:
-    """The measured runs that a prediction by these constants rests on: those of one's own where it
-    names some.
-    """
-    if calibration.own:  # the nearest by their sizes alone
-        sizes = np.log(calibration.own) / np.log(list(SPANS.values()))
-        apart = np.abs(sizes - _features([case])[0])
-        distances = np.sqrt((apart**2).sum(1))
-        first = int(np.argmin(distances))
-        nearest = ("one of your own", float(distances[first]))
-        differs = _differing(dict(zip(SPANS, apart[first], strict=True)))
-        supported = Support(nearest=(nearest,), differs=differs)
+    own_sizes = sizes_of(case)
+    if calibration.own:
+        sizes = np.array(calibration.own)
+        other = np.zeros((len(sizes), 0))
+        names = [*SPANS]
+        labels = ["one of your own"] * len(sizes)
+        stack = [""] * len(sizes)
+        count = 1
     else:
-        supported = support(case, stack=calibration.stack)
-    record = _records().get(_peak(case), math.inf)
-    return replace(supported, mfu=_mfu(case, seconds), record=record)
+        rows = every_row()
+        sizes, kinds = _shipped_features()
+        is_foreign = [calibration.stack not in ("", row.stack) for row in rows]
+        differs = kinds != np.array(_kinds(case), object)
+        other = np.column_stack([differs, is_foreign]) * [*KINDS.values(), SOFTWARE]
+        names = [*KINDS, "software", *SPANS]
+        labels = [row.row_id for row in rows]
+        stack = [row.stack for row in rows]
+        count = 3
+    spans = np.log(list(SPANS.values()))
+    apart = np.abs(np.log(sizes) / spans - np.log(own_sizes) / spans)
+    parts = np.column_stack([other, apart])
+    distances = np.sqrt((apart**2).sum(1) + (other**2).sum(1))
+    order = np.argsort(distances, kind="stable")[:count]
+    first = order[0]
+    by_size = sorted(zip(parts[first], names, strict=True), key=lambda pair: -pair[0])
+    return Support(
+        nearest=tuple((labels[i], float(distances[i])) for i in order),
+        differs=tuple(NAMES.get(name, name) for part, name in by_size if part >= DIFFERS),
+        stack=stack[first],
+        mfu=_mfu(case, seconds),
+        record=_records().get(_peak(case), math.inf),
+    )
 
 
-def _mfu(case: Any, seconds: float) -> float:
+def _mfu(case: Configuration, seconds: float) -> float:
     """Share of the peak in the run's precision, by FLOPs without recomputation."""
     t = case.topology
-    peak = max(case.cluster.gpu.flops_per_s(t.precision), 1.0)
+    peak = case.cluster.gpu.flops_per_s(t.precision)
     return case.shape.flops_per_iteration(t.gbs) / (seconds * t.gpus * peak)
 
 
-def _peak(case: Any) -> tuple[int, str]:
+def _peak(case: Configuration) -> tuple[int, str]:
     """The generation of its card, and the precision of its products."""
     generation = min(case.cluster.gpu.compute_capability[0], NEWEST)
     return generation, case.topology.precision.replace("bf16", "fp16")
@@ -207,51 +192,45 @@ def _records() -> dict[tuple[int, str], float]:
     return records
 
 
-def _differing(parts: Mapping[str, float]) -> tuple[str, ...]:
-    """What sets a run apart, the largest first."""
-    names = [name for name in parts if parts[name] >= DIFFERS]
-    return tuple(NAMES.get(name, name) for name in sorted(names, key=lambda name: -parts[name]))
-
-
-def sizes_of(cases: Sequence[Case]) -> tuple[tuple[float, ...], ...]:
-    """The sizes of cases, each once, in the order of SPANS."""
-    columns = [columns_of(c.shape, c.topology, c.engine) for c in cases]
-    return tuple(dict.fromkeys(tuple(float(getattr(x, name)) for name in SPANS) for x in columns))
+def sizes_of(case: Configuration) -> tuple[float, ...]:
+    """The sizes of a case in the order of SPANS."""
+    columns = columns_of(case.shape, case.topology, case.engine)
+    return tuple(float(getattr(columns, name)) for name in SPANS)
 
 
 @functools.cache
 def _shipped_features() -> tuple[np.ndarray, np.ndarray]:
-    return _features(row.case for row in every_row())
+    """Sizes (N, SPANS) and kinds (N, KINDS) of the shipped rows."""
+    cases = [row.case for row in every_row()]
+    return np.array([sizes_of(c) for c in cases]), np.array([_kinds(c) for c in cases], object)
 
 
-def _features(cases: Iterable[Any]) -> tuple[np.ndarray, np.ndarray]:
-    """Sizes (N, SPANS) in their units, and kinds (N, KINDS), of cases."""
-    sizes = []
-    kinds = []
-    for c in cases:
-        x = columns_of(c.shape, c.topology, c.engine)
-        sizes.append([float(getattr(x, name)) for name in SPANS])
-        kernel = "aligned" if x.head_dim % 8 == 0 else "unaligned"
-        kind = (
-            c.cluster.gpu.name.partition("-")[0],
-            c.cluster.name.replace("16g", "32g"),
-            kernel if x.attention else "fused",
-            c.topology.precision == "fp8",
-            c.topology.recompute,
-            c.topology.offload,
-            x.gated,
-            x.kv_heads < x.heads,
-            x.zero > 1,
-            x.cp > 1,
-            x.tp > c.cluster.gpus_per_node,
-        )
-        kinds.append(kind)
-    return np.log(sizes) / np.log(list(SPANS.values())), np.array(kinds, object)
+def _kinds(case: Configuration) -> tuple[Any, ...]:
+    """What of a case is no size, in the order of KINDS."""
+    shape = case.shape
+    t = case.topology
+    kernel = "fused"
+    if t.attention == "scores":
+        is_aligned = shape.hidden_size / shape.num_attention_heads % 8 == 0
+        kernel = "aligned" if is_aligned else "unaligned"
+    return (
+        case.cluster.gpu.name.partition("-")[0],
+        case.cluster.name.replace("16g", "32g"),
+        kernel,
+        t.precision == "fp8",
+        t.recompute,
+        t.offload,
+        shape.is_gated,
+        shape.kv_heads < shape.num_attention_heads,
+        t.zero > 1,
+        t.cp > 1,
+        t.tp > case.cluster.gpus_per_node,
+    )
 
 
-def unmeasured_half_width(case: Configuration, calibration: Calibration, nearest: Support) -> float:
+def half_width(case: Configuration, calibration: Calibration, nearest: Support) -> float:
     """Half-width of the interval of ln(seconds) of a case that nobody measured; `nearest` is its
-    support_of().
+    support().
 
     That of the calibration's rows; without any, that of the priors, by how much the time of this
     case depends on each constant. Either widens with the distance from measured rows of the same
@@ -262,9 +241,8 @@ def unmeasured_half_width(case: Configuration, calibration: Calibration, nearest
     if calibration.rows and not (calibration.stack or calibration.own):
         return own
     if calibration.rows == 0 and case.cluster.gpu.kind == "cuda":
-        effects = sensitivities((case,), calibration)[0] * deviations((case,), calibration)
         # rows that did not move the constants may still have shown how far these miss
-        own = max(own, T_QUANTILE * math.sqrt(float(effects @ effects) + FOREIGN**2))
+        own = max(own, float(half_widths([case], calibration, calibration)[0]))
     return math.hypot(own, nearest.widening)
 
 
@@ -294,9 +272,9 @@ class Prediction(Record):
     oom_probability: float
     time: IterationTime
     stages: tuple[StageMemory, ...]
-    stage_seconds: tuple[float, ...] = ()
-    support: Support = field(default_factory=Support)
-    calibration: Calibration = field(default_factory=Calibration, repr=False)
+    stage_seconds: tuple[float, ...]
+    support: Support
+    calibration: Calibration = field(repr=False)
 
     def summary(self) -> str:
         seconds = with_bounds(self.sec_per_it, self.sec_lo, self.sec_hi)
@@ -340,7 +318,7 @@ class Prediction(Record):
 
 
 def predict(
-    plan: Case | Path | str | DataFrame,
+    plan: Plan | Configuration | Path | str | DataFrame,
     cluster: Cluster | str | Calibration | None = None,
     calibration: Calibration | str | None = None,
 ) -> Any:
@@ -348,15 +326,15 @@ def predict(
     unsupported_reason).
 
         predict(read_plan("plan.json")).sec_per_it
-        predict("rows.csv", "jz-a100-80g")[["predicted_sec_per_it", "oom_probability", "reason"]]
+        predict(frame, "jz-a100-80g")[["predicted_sec_per_it", "oom_probability", "reason"]]
 
     On another `cluster` than the plan's by that one's constants. Without a `calibration` (which may
     stand in place of the cluster): the constants that the plan carries, else those that ship for
     the cluster. Every command, notebook and report shows what comes from here, so that one plan
     (Plan.id) has one number.
 
-    Of each row of a DataFrame or a CSV file, in the columns of measured_rows.read_rows(): the frame
-    with predicted_sec_per_it and its 90 % interval predicted_sec_lo and predicted_sec_hi,
+    Of each row of a DataFrame, in the columns of measured_rows.read_rows(): the frame with
+    predicted_sec_per_it and its 90 % interval predicted_sec_lo and predicted_sec_hi,
     predicted_memory_gib, oom_probability, and the `reason` why a row cannot run, "" where it can.
     """
     machine = None
@@ -364,66 +342,68 @@ def predict(
         calibration = cluster
     elif cluster:
         machine = load_cluster(cluster)
-    if isinstance(plan, Path | str) and not str(plan).endswith(".csv"):
+    if isinstance(plan, Path | str):
         plan = read_plan(plan)
     if isinstance(plan, Plan | Configuration):
         known = constants_of(plan, calibration or "", machine)
-        return _predicted(plan, machine or plan.cluster, known)
-    if isinstance(plan, Path | str):
-        import pandas as pd
-
-        plan = pd.read_csv(io.StringIO(read_text(plan, "rows", MOST_BYTES)))
+        case = Configuration(
+            shape=plan.shape,
+            topology=plan.topology,
+            cluster=machine or plan.cluster,
+            engine=plan.engine,
+        )
+        dropout = plan.dropout if isinstance(plan, Plan) else NO_DROPOUT
+        return predict_case(case, known, memory_for(known, case.engine, case.cluster, dropout))
     for line in ignored_columns(plan):
         warnings.warn(f"predict: ignored {line}", stacklevel=2)
-    names = ("sec_per_it", "sec_lo", "sec_hi", "memory_gib", "oom_probability")
-    rows = [_predicted_row(row, calibration) for row in each_row(plan, machine)]
+    rows = [_row_numbers(row, calibration) for row in each_row(plan, machine)]
     columns = dict[str, Any]()
-    for name in names:
-        if name == "oom_probability":
-            head = name
-        else:
-            head = f"predicted_{name}"
+    for name in ("sec_per_it", "sec_lo", "sec_hi", "memory_gib", "oom_probability"):
+        head = name if name == "oom_probability" else f"predicted_{name}"
         columns[head] = [row.get(name, math.nan) for row in rows]
     return plan.assign(**columns, reason=[row.get("reason", "") for row in rows])
 
 
-def _predicted_row(
+def _row_numbers(
     row: MeasuredRow | Skipped, calibration: Calibration | str | None
 ) -> dict[str, Any]:
     """The numbers of a prediction, or the reason why there is none."""
     if isinstance(row, Skipped):
         return {"reason": row.reason}
-    case = row.case
-    reason = invalid_reason(case.shape, case.topology)
+    reason = invalid_reason(row.case.shape, row.case.topology)
     if reason:
         return {"reason": reason}
-    known = constants_of(case, calibration or "")
-    return predict(case, known.on(case.day, case.topology.gpus)).numbers
+    return predict_case(row.case, constants_of(row.case, calibration or "")).numbers
 
 
-def _predicted(plan: Case, cluster: Cluster, known: Calibration) -> Prediction:
-    shape = plan.shape
-    t = plan.topology
-    engine = plan.engine
-    time = iteration_time(shape, t, cluster, known, engine)
-    dropout = plan.dropout if isinstance(plan, Plan) else NO_DROPOUT
-    memory = memory_for(known, engine, cluster, dropout)
-    stages = memory_per_stage(shape, t, cluster, memory, engine)
+def predict_case(
+    case: Configuration,
+    known: Calibration,
+    memory: MemoryConstants | None = None,
+    width: float | None = None,
+) -> Prediction:
+    """The prediction of a case by these constants as they were on its day; `width` of the interval
+    of ln(seconds), by default half_width().
+    """
+    known = known.on(case.day, case.topology.gpus)
+    memory = memory or memory_for(known, case.engine, case.cluster)
+    columns = columns_of(case.shape, case.topology, case.engine)
+    time = iteration_time(columns, case.cluster, known)
+    stages = memory_per_stage(columns, case.cluster, memory)
     fullest = max(stage.total for stage in stages)
-    hosts = host_bytes(columns_of(shape, t, engine), np.arange(t.pp), memory)
-    case = Configuration(shape=shape, topology=t, cluster=cluster, engine=engine)
-    nearest = support_of(case, known, time.total)
-    low, high = interval(time.total, unmeasured_half_width(case, known, nearest))
+    nearest = support(case, known, time.total)
+    if width is None:
+        width = half_width(case, known, nearest)
     return Prediction(
         sec_per_it=time.total,
-        sec_lo=low,
-        sec_hi=high,
+        sec_lo=time.total / math.exp(width),
+        sec_hi=time.total * math.exp(width),
         memory_bytes=fullest,
-        host_memory_bytes=float(np.max(hosts)),
-        oom_probability=float(probability_of(fullest, cluster, memory.spread)),
+        host_memory_bytes=float(np.max(host_bytes(columns, np.arange(columns.pp), memory))),
+        oom_probability=float(oom_probability(fullest, case.cluster, memory.spread)),
         time=time,
         stages=tuple(stages),
-        stage_seconds=tuple(seconds_per_stage(shape, t, cluster, known, engine)),
+        stage_seconds=tuple(seconds_per_stage(columns, case.cluster, known)),
         support=nearest,
         calibration=known,
     )

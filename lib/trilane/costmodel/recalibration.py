@@ -13,24 +13,22 @@ import numpy as np
 import pandas as pd
 
 from trilane.config.cluster import Cluster, catalogue
-from trilane.costmodel.calibration import Calibration, Configuration, interval, to_json
+from trilane.costmodel.calibration import Calibration, Configuration, to_json
 from trilane.costmodel.constants import BOUNDS
-from trilane.costmodel.fit import Posterior, Refit, posterior, refit
+from trilane.costmodel.fit import Refit, half_widths, refit
 from trilane.costmodel.measured_rows import (
     MeasuredRow,
     Skipped,
     Source,
     cells_of,
-    ignored_columns,
     read_rows,
 )
-from trilane.costmodel.predict import Prediction, predict, sizes_of
+from trilane.costmodel.predict import predict_case, sizes_of
 from trilane.costmodel.shipped import default
-from trilane.utils.tables import DataFrame, Html, Table, Text, as_json
+from trilane.utils.tables import DataFrame, Html, Table, as_json
 from trilane.utils.validation import require
 from trilane.workspace.study import Study, load_cluster
 
-NOTHING = Text("Nothing to predict: no run has shape, topology, cluster and seconds.")
 # All shipped rows lie within 0.7 to 2.5 of what is predicted, also by constants of other software:
 # a tenfold error of one row is beyond 6, other units than seconds are beyond 30.
 CONTRADICTION = 6
@@ -83,24 +81,12 @@ class Recalibration(Table):
         if not self.fit.weight:
             return fitted
         # what is written down for later plans: the width for one like those that ran
-        belief = posterior(self.cases, self._seconds, fitted, self.prior)
-        width = float(np.median(belief.half_widths(self.cases)))
-        return replace(fitted, half_width=width, stack="", own=sizes_of(self.cases))
+        width = float(np.median(self._half_widths(fitted)))
+        own = tuple(dict.fromkeys(map(sizes_of, self.cases)))
+        return replace(fitted, half_width=width, stack="", own=own)
 
-    @cached_property
-    def belief(self) -> Posterior:
-        """The posterior of the constants, which knows the rows."""
-        return posterior(self.cases, self._seconds, self.fitted, self.prior)
-
-    @cached_property
-    def before(self) -> tuple[Prediction, ...]:
-        """The predictions by the prior."""
-        return tuple(predictions(self.cases, self.prior))
-
-    @cached_property
-    def after(self) -> tuple[Prediction, ...]:
-        """The predictions by the constants after the rows."""
-        return tuple(predictions(self.cases, self.fitted, self.belief))
+    def _half_widths(self, fitted: Calibration) -> np.ndarray:
+        return half_widths(self.cases, fitted, self.prior, self.cases, self._seconds)
 
     def errors(self) -> dict[str, dict[str, float]]:
         """Median and 90th percentile of relative errors before and after, each row left out of its
@@ -158,21 +144,23 @@ class Recalibration(Table):
         interval as a share; measured_gib and predicted_gib.
         """
         seconds = np.array(self._seconds)
+        before = [predict_case(case, self.prior) for case in self.cases]
+        after = []
+        for case, width in zip(self.cases, self._half_widths(self.fitted), strict=True):
+            after.append(predict_case(case, self.fitted, width=float(width)))
         columns: dict[str, Any] = {"run": [row.row_id for row in self.rows]}
         columns["measured_sec_per_it"] = seconds
-        for name, found in (("predicted", self.before), ("recalibrated", self.after)):
-            predicted = np.array([p.sec_per_it for p in found])
+        for name, predictions in (("predicted", before), ("recalibrated", after)):
+            predicted = np.array([p.sec_per_it for p in predictions])
             columns[f"{name}_sec_per_it"] = predicted
             columns[f"{name}_over_measured"] = predicted / seconds
-            columns[f"{name}_half_width"] = [p.sec_hi / p.sec_per_it - 1 for p in found]
+            columns[f"{name}_half_width"] = [p.sec_hi / p.sec_per_it - 1 for p in predictions]
         table = pd.DataFrame(columns)
         table["measured_gib"] = [row.memory_bytes / 2**30 for row in self.rows]
-        table["predicted_gib"] = [p.memory_bytes / 2**30 for p in self.before]
+        table["predicted_gib"] = [p.memory_bytes / 2**30 for p in before]
         return table.assign(gib_over_measured=table["predicted_gib"] / table["measured_gib"])
 
     def _repr_html_(self) -> str:
-        if not self:
-            return Html.of("<p>{}</p>", NOTHING) + Html.pre(self.summary())
         return super()._repr_html_() + Html.pre(self.summary())
 
     def measured_rows(self) -> DataFrame:
@@ -203,10 +191,10 @@ def fit(rows: Source, cluster: Cluster | str) -> Recalibration:
     other by a factor of ten.
     """
     machine = load_cluster(cluster)
-    measured, skipped = read_rows(rows, machine)
+    measured, skipped, ignored = read_rows([rows], machine)
     if skipped and not isinstance(rows, str | Path):  # those of a file are reported
         raise ValueError(f"rows={skipped[0].row_id}: {skipped[0].reason}")
-    return recalibrated(measured, skipped, ignored_columns(rows), machine, least=2)
+    return recalibrated(measured, skipped, ignored, machine, least=2)
 
 
 def recalibrated(
@@ -289,16 +277,3 @@ def _require_plausible(rows: Sequence[MeasuredRow], ratio: np.ndarray) -> None:
     rule += ": seconds of an iteration are needed"
     is_plausible = 1 / OTHER_UNIT < factor < OTHER_UNIT
     require(is_plausible, "sec_per_it", f"{rows[0].seconds:g}", rule)
-
-
-def predictions(
-    cases: Sequence[Configuration], known: Calibration, belief: Posterior | None = None
-) -> list[Prediction]:
-    """The prediction for each case, with the belief's intervals where it is given."""
-    results = [predict(c, known.on(c.day, c.topology.gpus)) for c in cases]
-    if belief is None:
-        return results
-    for number, width in enumerate(belief.half_widths(cases).tolist()):
-        low, high = interval(results[number].sec_per_it, width)
-        results[number] = replace(results[number], sec_lo=low, sec_hi=high)
-    return results

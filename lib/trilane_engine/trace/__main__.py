@@ -10,8 +10,9 @@ from pandas import DataFrame
 
 from trilane.config.engines import require_trainable
 from trilane.config.plan import Plan, read_plan
+from trilane.costmodel.columns import columns_of
 from trilane.costmodel.expected import compare
-from trilane.costmodel.memory import stage_layers
+from trilane.costmodel.memory import stage_layers_at
 from trilane.costmodel.trace import Trace, trace_file, trace_text
 from trilane.utils.files import replace_text
 from trilane.utils.process import context
@@ -67,7 +68,9 @@ def traced(plan: Plan, processes: int = 2) -> Trace:
     world.prepare(plan)
     last = plan.topology.pp - 1
     first_of: dict[tuple[bool, bool, int], int] = {}
-    for stage, layers in enumerate(stage_layers(plan.shape, plan.topology)):
+    columns = columns_of(plan.shape, plan.topology)
+    for stage in range(plan.topology.pp):
+        layers = int(stage_layers_at(columns, stage))
         first_of.setdefault((stage == 0, stage == last, layers), stage)
     chosen = list(first_of.values())
     with context("fork").Pool(min(processes, len(chosen)), maxtasksperchild=1) as pool:

@@ -12,7 +12,8 @@ import torch
 
 from trilane.config.parallelism import Topology
 from trilane.config.plan import Plan
-from trilane.costmodel.memory import stage_layers
+from trilane.costmodel.columns import columns_of
+from trilane.costmodel.memory import stage_layers_at
 from trilane.costmodel.trace import Collective, TracedStage
 from trilane_engine.backends.base import Engine, Microbatch, build
 from trilane_engine.patches import fake_tensor
@@ -45,7 +46,7 @@ def trace_rank(plan: Plan, stage: int) -> TracedStage:
     totals = {
         name: value + more * (value - before[name]) for name, value in recorder.totals.items()
     }
-    layers = stage_layers(plan.shape, t)[stage]
+    layers = int(stage_layers_at(columns_of(plan.shape, t), stage))
     return _stage(recorder, totals, stage=stage, rank=rank, layers=layers)
 
 

@@ -1,9 +1,8 @@
 """Figures of planning: shapes by width and depth; of a backtest."""
 
-import numpy as np
 from matplotlib.figure import Figure
 
-from trilane.costmodel.backtest import Backtest, group_name
+from trilane.costmodel.backtest import Backtest
 from trilane.planning.sizing import Proposals
 from trilane.report.plots.style import COLORS, INK, figure, finished, plain
 from trilane.utils.tables import Text
@@ -41,20 +40,18 @@ def predicted_over_measured(result: Backtest, what: str = "seconds") -> Figure |
 
     `what` is "seconds" (per iteration) or "memory" (GiB of a first-stage GPU).
     """
-    points: dict[str, list[tuple[float, float]]] = {}
-    for row, p in result.pairs:
-        pair = (row.seconds, p.sec_pred)
-        if what == "memory":
-            pair = (row.memory_bytes / 2**30, p.mem_gib_pred)
-        if np.isfinite(pair[0]):
-            points.setdefault(group_name(row), []).append(pair)
-    if not points:
+    columns = ["sec_per_it", "sec_pred"]
+    if what == "memory":
+        columns = ["mem_gib", "mem_gib_pred"]
+    runs = result.runs.dropna(subset=columns)
+    if runs.empty:
         return Text.of("No row has its {}.", what)
     drawn, axes = figure(7.5, 5.0)
-    for color, (name, dots) in zip(COLORS, points.items(), strict=False):
+    groups = runs.groupby("group", sort=False)[columns]
+    for color, (name, dots) in zip(COLORS, groups, strict=False):
         label = plain(f"{name} ({len(dots)})")
-        axes.scatter(*zip(*dots, strict=True), s=22, color=color, alpha=0.75, lw=0, label=label)
-    values = np.concatenate([np.ravel(dots) for dots in points.values()])
+        axes.scatter(*dots.to_numpy().T, s=22, color=color, alpha=0.75, lw=0, label=label)
+    values = runs[columns].to_numpy()
     ends = [values.min(), values.max()]
     axes.plot(ends, ends, color=INK, lw=0.8, ls="--", label="predicted = measured")
     unit = "GiB" if what == "memory" else "seconds per iteration"
