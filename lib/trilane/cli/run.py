@@ -10,9 +10,10 @@ from typing import Any
 import click
 
 from trilane.cli.app import GROUPS, Answer, Group, command, note
+from trilane.config.engines import ENGINES
 from trilane.config.options import option
 from trilane.utils.process import python, replace_by
-from trilane.utils.validation import require
+from trilane.utils.validation import require, require_known
 
 measure = Group("measure", help=GROUPS["measure"])
 
@@ -144,3 +145,17 @@ def plan(
 
     found = benchmark(plan, iterations)
     return Answer(found.to_json(), parse_text([found]), int(not found.status.is_clean))
+
+
+@command(measure)
+def engines(names: tuple[str, ...] = option((), argument="[ENGINES...]")) -> None:
+    """Train the equality table of these engines (default: all) here: each row's losses against
+    one reference, a line a row. From a checkout alone.
+
+    Exit code 1 where a row exceeds its bound or did not train.
+    """
+    for name in names:
+        require_known("engines", name, ENGINES)
+    script = Path(__file__).parents[3] / "tests/engine/parity.py"
+    require(script.is_file(), "engines", script, "is not here; a checkout of trilane has it")
+    replace_by(python(str(script), *names))
