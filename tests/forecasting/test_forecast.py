@@ -156,7 +156,7 @@ def test_the_sooner_the_deadline_and_the_smaller_the_allocation_the_likelier_the
 def test_no_more_nodes_stand_by_than_the_jobs_leave_free(whole, spares):
     """jz-a100-80g has 52 nodes of 8: 384 GPUs leave 4 of them, 416 none."""
     plan = replace(PLAN, topology=replace(TOPOLOGY, **whole))
-    asked = {"plan": plan, "ramp": f"{plan.topology.gbs},1,0", "runs": 100}
+    asked = {"plan": plan, "ramp": f"{plan.topology.gbs},1,1", "runs": 100}
     assumed = {a["what"]: a for a in made(**asked).to_json()["assumptions"]}
     assert assumed["spare_nodes"]["value"] == spares
 
