@@ -22,11 +22,11 @@ import click
 from click.exceptions import Exit, NoArgsIsHelpError
 
 import trilane
-from trilane.config.options import check_value, option
+from trilane.config.options import YES_OR_NO, option, read_value
 from trilane.utils.hooks import hook
 from trilane.utils.process import install_command
 from trilane.utils.tables import one_line, printable
-from trilane.utils.validation import parse_count, require, require_known, shown
+from trilane.utils.validation import require, shown
 
 GROUPS = {
     "run": "execute one notebook of a study, or all in order",
@@ -39,7 +39,6 @@ GROUPS = {
     "logs": "training logs: parse, tabulate, compare, find loss spikes",
     "debug": "hangs, slow nodes, bad restarts",
 }
-YES_OR_NO = ("no", "yes")
 
 
 class Group(click.Group):
@@ -121,24 +120,11 @@ class Typed(click.ParamType):
         name = self.facts.get("name", param.name if param else "")
         if "read" in self.facts:
             return self.facts["read"](value)
-        if self.words:
-            require_known(name, value, self.words)
-        if self.kind is bool:
-            return value == "yes"
         if self.kind is Path:
             # Path("") is the current folder, which nobody means by an empty variable of a shell
             require(value != "", name, repr(value), "is empty")
             return Path(value)
-        if self.kind not in (int, float):
-            return value
-        try:
-            number = self.kind(value)
-        except ValueError:
-            number = value
-            if self.kind is float and value[-1:].isalpha():  # 40B, as people write numbers
-                number = parse_count(name, value)
-        check_value(name, number, self.kind is int, self.facts)
-        return number
+        return read_value(name, value, self.kind, self.facts)
 
 
 def parameters_of(p: inspect.Parameter, hint: Any) -> list[click.Parameter]:

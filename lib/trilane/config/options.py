@@ -10,13 +10,15 @@ from typing import Any
 
 from trilane.utils.validation import (
     LARGEST_INTEGER,
-    is_count,
     is_number,
+    parse_count,
     require,
     require_integer,
     require_known,
 )
 
+NUMBERS: dict[Any, type] = {int: int, int | None: int, float: float, float | None: float}
+YES_OR_NO = ("no", "yes")
 BOUNDS = (
     ("minimum", "at least", operator.ge),
     ("above", "above", operator.gt),
@@ -48,63 +50,65 @@ def check(values: Any, prefix: str = "") -> None:
     """Raise ValueError for the first field of a dataclass that breaks its rule; None is a value
     that was left out.
     """
-    kind = values.__class__
-    for name in _rules(kind):
+    for name, (kind, rule) in _rules(values.__class__).items():
         value = getattr(values, name)
         if value is not None:
-            check_field(kind, name, value, prefix)
+            check_value(prefix + name, value, kind, rule)
 
 
-def check_field(kind: type, name: str, value: Any, prefix: str = "") -> None:
+def check_field(kind: type, name: str, value: Any) -> None:
     """Raise ValueError where the value breaks the rule of one field."""
-    if name in _rules(kind):
-        is_whole, rule = _rules(kind)[name]
-        check_value(prefix + name, value, is_whole, rule)
+    check_value(name, value, *_rules(kind)[name])
 
 
-def check_value(name: str, value: Any, is_whole: bool, rule: Mapping[str, Any]) -> None:
-    """Raise ValueError where the value breaks the rule of a field, whose type is int where it
-    `is_whole`.
+def check_value(name: str, value: Any, kind: Any, rule: Mapping[str, Any]) -> None:
+    """Raise ValueError where the value breaks the rule of a field: one of its choices, or a number
+    within its bounds, where `kind` is int or float.
     """
     if "choices" in rule:
         require_known(name, value, rule["choices"])
-        return
-    if is_whole:
+    elif kind is int:
         require_integer(name, value, rule.get("minimum", 0), rule.get("maximum", LARGEST_INTEGER))
-        return
-    require(is_number(value), name, value, "must be a number")
-    for bound, words, holds in BOUNDS:
-        if bound in rule:
-            require(holds(value, rule[bound]), name, value, f"must be {words} {rule[bound]:g}")
+    elif kind is float:
+        require(is_number(value), name, value, "must be a number")
+        for bound, words, holds in BOUNDS:
+            if bound in rule:
+                require(holds(value, rule[bound]), name, value, f"must be {words} {rule[bound]:g}")
 
 
-def read_field(kind: type, name: str, text: str) -> Any:
-    """The value of a field that is a choice, a whole number, or yes or no, in a text; ValueError
-    where it is none.
+def read_value(name: str, text: str, kind: Any, rule: Mapping[str, Any]) -> Any:
+    """The value of a field or option of that type in a text; ValueError where it breaks the rule.
+
+    read_value("tokens", "40B", float, {"above": 0})    4e10, as people write numbers
     """
-    types = {field.name: field.type for field in dataclasses.fields(kind)}
-    require_known("choice", name, types)
+    if kind is bool:
+        require_known(name, text, YES_OR_NO)
+        return text == "yes"
     value: Any = text
-    if types[name] is bool:
-        require(text in ("yes", "no"), name, text, "must be yes or no")
-        value = text == "yes"
-    elif types[name] is int and is_count(text):
-        value = int(text)
-    check_field(kind, name, value)
+    if kind in (int, float):
+        try:
+            value = kind(text)
+        except ValueError:
+            if kind is float and text[-1:].isalpha():
+                value = parse_count(name, text)
+    check_value(name, value, kind, rule)
     return value
 
 
-@functools.cache
-def _rules(kind: type) -> dict[str, tuple[bool, Mapping[str, Any]]]:
-    """The fields that have a rule, and whether they are whole numbers: a search makes many
-    topologies.
+def read_field(kind: type, name: str, text: str) -> Any:
+    """The value of a field in a text; ValueError for an unknown one, and where it breaks the
+    rule.
     """
-    kinds = {"choices", *(bound for bound, *_ in BOUNDS)}
-    rules: dict[str, tuple[bool, Mapping[str, Any]]] = {}
-    for field in dataclasses.fields(kind):
-        if not kinds.isdisjoint(field.metadata):
-            rules[field.name] = (field.type in (int, int | None), field.metadata)
-    return rules
+    by_name = {field.name: field for field in dataclasses.fields(kind)}
+    require_known("choice", name, by_name)
+    return read_value(name, text, by_name[name].type, by_name[name].metadata)
+
+
+@functools.cache
+def _rules(kind: type) -> dict[str, tuple[Any, Mapping[str, Any]]]:
+    """What check_value() asks of each field: a search makes many topologies."""
+    fields = dataclasses.fields(kind)
+    return {field.name: (NUMBERS.get(field.type), field.metadata) for field in fields}
 
 
 def changed(values: Any) -> dict[str, Any]:
@@ -117,15 +121,3 @@ def changed(values: Any) -> dict[str, Any]:
         if field.metadata.get("predicts", True) and value != field.default:
             named[field.name] = changed(value) if dataclasses.is_dataclass(value) else value
     return named
-
-
-def label_words(values: Any) -> list[str]:
-    """The words of a label for the fields that have one and not their default value, in the order
-    of the fields.
-    """
-    words = []
-    for field in dataclasses.fields(values):
-        value = getattr(values, field.name)
-        if "label" in field.metadata and value != field.default:
-            words.append(field.metadata["label"].format(value))
-    return words

@@ -8,7 +8,7 @@ from typing import Any
 
 from trilane.config.cluster import PRECISIONS, Cluster
 from trilane.config.model import ModelShape
-from trilane.config.options import check, label_words, option
+from trilane.config.options import changed, check, option
 from trilane.utils.tables import Record
 
 # GPUs along an axis, sequences of a batch; with the largest shape, products stay below 2^63
@@ -219,11 +219,15 @@ class Topology(Record):
         Precision, attention and fp32 gradients are named by engines.label_of(), which knows the
         cluster. Labels are for people: nothing parses them.
         """
-        return "-".join(
-            [f"tp{self.tp}", f"pp{self.pp}", f"dp{self.dp}", f"mbs{self.mbs}", *label_words(self)]
-        )
+        words = [f"tp{self.tp}", f"pp{self.pp}", f"dp{self.dp}", f"mbs{self.mbs}"]
+        words += [
+            LABELS[name].format(value) for name, value in changed(self).items() if name in LABELS
+        ]
+        return "-".join(words)
 
 
+# How a label names a value that is not the default.
+LABELS = {f.name: f.metadata["label"] for f in fields(Topology) if "label" in f.metadata}
 # The words of each field that has a choice of some.
 CHOICES = {f.name: f.metadata["choices"] for f in fields(Topology) if "choices" in f.metadata}
 
