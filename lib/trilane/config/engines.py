@@ -228,14 +228,17 @@ def unsupported_rule(
     """Field, value and rule of the first thing that `engine` does not support; batch sizes never
     matter.
     """
-    for ok, field, value, rule in _rules(engine, shape, topology):
+    if engine == "hf-zero3" and (misfit := nearest_family(shape).misfit(shape)):
+        field, value, rule = misfit
+        return field, value, f"engine {engine} trains models of transformers: {rule}"
+    for ok, field, rule in _rules(engine, shape, topology):
         if not ok:
-            return field, value, f"engine {engine} {rule}"
+            return field, getattr(topology, field), f"engine {engine} {rule}"
     return None
 
 
-def _rules(engine: str, shape: ModelShape, t: Topology) -> Iterator[tuple[bool, str, object, str]]:
-    """What an engine asks of a topology: whether it holds, the field, its value and the rule.
+def _rules(engine: str, shape: ModelShape, t: Topology) -> Iterator[tuple[bool, str, str]]:
+    """What an engine asks of a topology: whether it holds, the field and the rule.
 
     DeepSpeed 0.19.8 without ZeRO trains wrongly: in half precision the loss was 2e-2 off after 20
     iterations, and each pipeline stage is clipped by its own norm (1.3e-2 off). deepspeed-3d: fp32
@@ -245,51 +248,48 @@ def _rules(engine: str, shape: ModelShape, t: Topology) -> Iterator[tuple[bool, 
     ZeRO alone.
     """
     by_layers = t.recompute != "operators"
-    yield by_layers, "recompute", t.recompute, "recomputes whole layers, or attention's core"
-    yield not t.offload_checkpoints, "offload_checkpoints", True, "keeps them on the card"
-    yield not t.shards, "shards", t.shards, "shares states out among all replicas"
+    yield by_layers, "recompute", "recomputes whole layers, or attention's core"
+    yield not t.offload_checkpoints, "offload_checkpoints", "keeps them on the card"
+    yield not t.shards, "shards", "shares states out among all replicas"
     if engine == "megatron":
         yield from _megatron_rules(shape, t)
         return
-    yield t.cp == 1, "cp", t.cp, "shares no sequence"
-    yield t.precision != "fp8", "precision", "fp8", "has no Transformer Engine"
-    yield not t.overlap_tp, "overlap_tp", True, "has no Transformer Engine"
+    yield t.cp == 1, "cp", "shares no sequence"
+    yield t.precision != "fp8", "precision", "has no Transformer Engine"
+    yield not t.overlap_tp, "overlap_tp", "has no Transformer Engine"
     if engine == "deepspeed-3d":
         bare = t.partition != "uniform" and shape.num_layers + 2 < 2 * t.pp
         sums = not t.fp32_gradients or t.pp == 1 or t.precision == "fp32"
         sums = sums or (t.precision == "bf16" and t.offload == "none")
-        yield t.zero == 1, "zero", t.zero, "has ZeRO stage 1"
-        yield not bare, "pp", t.pp, "needs a transformer layer on every stage"
-        yield t.interleaving == 1, "interleaving", t.interleaving, "has no interleaved schedule"
-        yield sums, "fp32_gradients", True, "has fp32 sums in bf16 without offload alone"
+        yield t.zero == 1, "zero", "has ZeRO stage 1"
+        yield not bare, "pp", "needs a transformer layer on every stage"
+        yield t.interleaving == 1, "interleaving", "has no interleaved schedule"
+        yield sums, "fp32_gradients", "has fp32 sums in bf16 without offload alone"
         recomputes: Sequence[str] = ("none", "full", "block")
     else:
-        yield t.tp == 1 or engine != "hf-zero3", "tp", t.tp, "has no tensor parallelism"
-        yield t.pp == 1, "pp", t.pp, "has no pipeline"
-        yield t.partition == "uniform", "partition", t.partition, "has no pipeline"
-        yield t.zero > 0, "zero", t.zero, "needs ZeRO stage 1 or more"
+        yield t.tp == 1 or engine != "hf-zero3", "tp", "has no tensor parallelism"
+        yield t.pp == 1, "pp", "has no pipeline"
+        yield t.partition == "uniform", "partition", "has no pipeline"
+        yield t.zero > 0, "zero", "needs ZeRO stage 1 or more"
         recomputes = RECOMPUTE
     if engine == "hf-zero3":
-        misfit = nearest_family(shape).misfit(shape)
-        if misfit:
-            yield False, misfit[0], misfit[1], f"trains models of transformers: {misfit[2]}"
         kernel = shape.positions != "alibi" or t.attention == "scores"
         rule = "writes the scores of ALiBi, as transformers' BLOOM does"
-        yield kernel, "attention", t.attention, rule
+        yield kernel, "attention", rule
         recomputes = ("none", "full")
     rule = f"has {' or '.join(recomputes)}"
-    yield t.recompute in recomputes, "recompute", t.recompute, rule
+    yield t.recompute in recomputes, "recompute", rule
     even = "cuts its stages evenly, or by type"
-    yield t.first_stage_layers == 0, "first_stage_layers", t.first_stage_layers, even
-    yield t.last_stage_layers == 0, "last_stage_layers", t.last_stage_layers, even
+    yield t.first_stage_layers == 0, "first_stage_layers", even
+    yield t.last_stage_layers == 0, "last_stage_layers", even
     early = engine != "deepspeed-3d" and not has_bf16_optimizer(t)
     rule = "sums them after the last microbatch"
-    yield early or not t.overlap_grad_reduce, "overlap_grad_reduce", True, rule
+    yield early or not t.overlap_grad_reduce, "overlap_grad_reduce", rule
     rule = "gathers them after the step, in ZeRO-3 as it sums"
-    yield not t.overlap_param_gather, "overlap_param_gather", True, rule
+    yield not t.overlap_param_gather, "overlap_param_gather", rule
 
 
-def _megatron_rules(shape: ModelShape, t: Topology) -> Iterator[tuple[bool, str, object, str]]:
+def _megatron_rules(shape: ModelShape, t: Topology) -> Iterator[tuple[bool, str, str]]:
     tokens = shape.seq_length // t.cp
     if t.sequence_parallel:
         tokens //= t.tp
@@ -297,6 +297,6 @@ def _megatron_rules(shape: ModelShape, t: Topology) -> Iterator[tuple[bool, str,
     sides = [tokens, *(width // t.tp for width in (shape.hidden_size, shape.ffn, qkv))]
     fits = t.precision != "fp8" or all(side % 16 == 0 for side in sides)
     rule = "multiplies fp8 matrices whose sides, tokens and widths of a rank, are multiples of 16"
-    yield fits, "precision", "fp8", rule
-    yield t.zero <= 1, "zero", t.zero, "has ZeRO stage 0 and 1 (its distributed optimizer)"
-    yield t.offload == "none", "offload", t.offload, "does not offload"
+    yield fits, "precision", rule
+    yield t.zero <= 1, "zero", "has ZeRO stage 0 and 1 (its distributed optimizer)"
+    yield t.offload == "none", "offload", "does not offload"
