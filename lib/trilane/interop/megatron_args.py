@@ -12,7 +12,6 @@ from dataclasses import fields
 from typing import Any
 
 from trilane.config.engines import unsupported_reason
-from trilane.config.model import ModelShape
 from trilane.config.plan import Plan
 from trilane.utils.validation import DATA, read_json, require
 
@@ -50,10 +49,19 @@ def megatron_args(plan: Plan, prefixes: Sequence[str] = ()) -> Arguments:
     # its fused kernel alone has the tanh form, and validate_args() turns that off without biases
     is_able = shape.activation != "gelu-tanh" or shape.biases == "all"
     require(is_able, "activation", shape.activation, "Megatron-LM has it with biases=all alone")
-    given: Arguments = {}
+    values: dict[str, Any] = {}  # True is a switch, False is left out
     for part in (shape, plan.topology, plan.run, plan.optimizer, plan.dropout):
-        given |= _of_fields(part)
-    return {**given, **_words(plan), **_of_plan(plan), **_data(plan, prefixes)}
+        values |= _of_fields(part)
+    values |= {**_words(plan), **_of_plan(plan), **_data(plan, prefixes)}
+    given: Arguments = {}
+    for name, value in values.items():
+        if value is True:
+            given[name] = []
+        elif isinstance(value, tuple | list):
+            given[name] = [str(one) for one in value]
+        elif value is not False:
+            given[name] = [str(value)]
+    return given
 
 
 def megatron_environment(plan: Plan) -> dict[str, str]:
@@ -76,18 +84,18 @@ def megatron_text(arguments: Arguments, environment: Mapping[str, str] = {}) -> 
     return exports + " \\\n".join(lines)
 
 
-def _of_fields(part: Any) -> Arguments:
+def _of_fields(part: Any) -> dict[str, Any]:
     """The fields of a dataclass that have an argument of their own; a default is given where
     programs' may differ.
     """
-    given: Arguments = {}
+    given: dict[str, Any] = {}
     for field in fields(part):
         name = field.metadata.get("megatron")
         value = getattr(part, field.name)
         # the label names what is not so by default
         is_named = "label" in field.metadata or field.name in ("decay_samples", "init_std")
         if name and not (is_named and value == field.default):
-            given[name] = [] if value is True else [str(value)]
+            given[name] = value
     return given
 
 
@@ -103,7 +111,7 @@ def _words(plan: Plan) -> Arguments:
     return given
 
 
-def _of_plan(plan: Plan) -> Arguments:
+def _of_plan(plan: Plan) -> dict[str, Any]:
     """What a plan has in another form. Gradients are accumulated in fp32, as in our engine; with
     bf16 this is Megatron-LM's default.
     """
@@ -111,39 +119,35 @@ def _of_plan(plan: Plan) -> Arguments:
     topology = plan.topology
     run = plan.run
     ramp = run.ramp
-    values: dict[str, Any] = {}  # True is a switch, False is left out
+    values: dict[str, Any] = {
+        "max-position-embeddings": shape.seq_length,
+        "train-samples": plan.samples,
+        "lr-decay-style": "cosine",
+        "eval-interval": run.eval_interval or 1000,
+        "no-bias-gelu-fusion": shape.activation != "gelu-tanh",
+        "ffn-hidden-size": shape.ffn,
+        "norm-epsilon": shape.norm_epsilon,
+        "rotary-base": int(shape.rotary_base),
+        "padded-vocab-size": shape.vocab_size,
+        "untie-embeddings-and-output-weights": not shape.tied_embeddings,
+        "use-distributed-optimizer": topology.zero == 1,
+        "accumulate-allreduce-grads-in-fp32": topology.precision != "fp32",
+        "timing-log-level": 2 if run.timers else 0,
+    }
     if ramp.samples:
         values["rampup-batch-size"] = (ramp.start, ramp.increment, ramp.samples)
     if run.skipped:
         values["iterations-to-skip"] = [
             number for first, last in run.skipped for number in range(first, last + 1)
         ]
-    values["max-position-embeddings"] = shape.seq_length
-    values["train-samples"] = plan.samples
-    values["lr-decay-style"] = "cosine"
-    values["eval-interval"] = run.eval_interval or 1000
     if topology.precision == "fp16":
         # that of our engines; its default 2^32 skips the first iterations
         values["initial-loss-scale"] = 65536
-    values["no-bias-gelu-fusion"] = shape.activation != "gelu-tanh"
-    # with --swiglu its default is not 4 h
-    if shape.is_gated or shape.ffn != 4 * shape.hidden_size:
-        values["ffn-hidden-size"] = shape.ffn
-    if shape.norm_epsilon != ModelShape.norm_epsilon:
-        values["norm-epsilon"] = shape.norm_epsilon
-    values["use-distributed-optimizer"] = topology.zero == 1
     if topology.recompute == "block":
         values["recompute-num-layers"] = topology.recompute_layers
-    values["untie-embeddings-and-output-weights"] = not shape.tied_embeddings
-    values["accumulate-allreduce-grads-in-fp32"] = topology.precision != "fp32"
     if shape.num_key_value_heads is not None:
         values["group-query-attention"] = True
         values["num-query-groups"] = shape.kv_heads
-    if shape.rotary_base != ModelShape.rotary_base:
-        values["rotary-base"] = int(shape.rotary_base)
-    values["padded-vocab-size"] = shape.vocab_size
-    if run.timers:
-        values["timing-log-level"] = 2
     if plan.data.tokenizer == "bytes":
         values["tokenizer-type"] = "NullTokenizer"
         # ids of our tokenizer "bytes"; from core 0.18 on NullTokenizer ends a document by the last
@@ -152,15 +156,7 @@ def _of_plan(plan: Plan) -> Arguments:
     else:
         values["tokenizer-type"] = "HuggingFaceTokenizer"
         values["tokenizer-model"] = plan.data.tokenizer
-    given: Arguments = {}
-    for name, value in values.items():
-        if value is True:
-            given[name] = []
-        elif isinstance(value, tuple | list):
-            given[name] = [str(one) for one in value]
-        elif value is not False:
-            given[name] = [str(value)]
-    return given
+    return values
 
 
 def _data(plan: Plan, prefixes: Sequence[str]) -> Arguments:
