@@ -20,11 +20,8 @@ def read_arguments(text: str) -> dict[str, list[str]]:
     rule = "a script is not read, but the command line that it runs, its variables replaced"
     for line in text.split("\n")[1:]:
         require(not line or line.lstrip().startswith("--"), "arguments", line, rule)
-    lexer = shlex.shlex(text, posix=True, punctuation_chars=True)
-    lexer.whitespace_split = True
-    lexer.commenters = ""
     try:
-        words = list(lexer)
+        words = shlex.split(text)
     except ValueError as error:
         raise ValueError(f"arguments=unreadable: not a command line ({error})") from None
     given: dict[str, list[str]] = {}

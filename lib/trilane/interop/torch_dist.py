@@ -24,7 +24,7 @@ from typing import Any
 
 from trilane.config.model import ModelShape
 from trilane.utils.tables import one_line
-from trilane.utils.validation import read_json, require
+from trilane.utils.validation import read_object, require
 from trilane.workspace.checkpoints import KINDS
 
 LATEST = "latest_checkpointed_iteration.txt"
@@ -90,11 +90,7 @@ def checkpoint_folder(source: Path) -> Path | None:
 
 def read_index(folder: Path) -> Index:
     """What `.metadata` has; ValueError, one line, where it is damaged or of another format."""
-    backend = read_json(folder / "metadata.json", "checkpoint")
-    if isinstance(backend, dict):
-        kind = backend.get("sharded_backend")
-    else:
-        kind = None
+    kind = read_object(folder / "metadata.json", "checkpoint").get("sharded_backend")
     rule = f"has sharded_backend {kind}; torch_dist is read"
     require(kind == "torch_dist", "checkpoint", folder, rule)
     try:
