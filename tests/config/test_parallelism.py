@@ -12,7 +12,7 @@ EMBED = "type:transformer|embedding"
 # the whole cluster; 26 layers of 2 stages; layers that the first and the last stage leave
 EDGES = [
     ({"dp": 416, "gbs": 416}, ""),
-    ({"dp": 417, "gbs": 417}, "gpus=417: must not exceed the cluster: jz-a100-80g has 416"),
+    ({"dp": 417, "gbs": 417}, "gpus=417: must not exceed the cluster"),
     ({"pp": 4, "interleaving": 2, "gbs": 8}, ""),
     (
         {"pp": 4, "interleaving": 2, "gbs": 5},

@@ -131,10 +131,10 @@ def test_a_topology_or_a_plan_that_cannot_be_is_one_clear_line(topology, rest, m
 
 BAD = [
     (lambda: replace(cluster("jz-a100-80g"), latency_s=math.nan), "cluster.latency_s=nan: must"),
-    (lambda: Data(source="blend"), "data.blend=empty: needs source="),
+    (lambda: Data(source="blend"), "data.blend=0: needs source="),
     (lambda: Data(split="949"), "data.split=949: must be shares of"),
     (lambda: Optimizer(lr=-1.0), "lr=-1.0: must be above 0"),
-    (lambda: Run(skip="٣-٤"), "skip=٣-٤: must be ranges of iterations, such as"),
+    (lambda: Run(skip="٣-٤"), "skip=٣-٤: must be ranges of iterations from 1 on"),
     (lambda: from_mapping(Cluster, {"name": "x"}, "cluster"), "cluster.gpu=missing: is required"),
     (
         lambda: plan_from_json({**plan().to_json(), "topolgy": 1}),

@@ -15,12 +15,11 @@ from trilane.config.parallelism import Topology
 
 FP8 = Topology(precision="fp8")
 OVERLAP = Topology(tp=2, sequence_parallel=True, overlap_tp=True)
-LACKS = "needs Transformer Engine, which is not installed here"
 
 
 # versions of megatron-core and of a package beside it -> the beginning of why not
 VERSIONS = [
-    ("0.16.1", {}, f"precision=fp8: {LACKS}"),
+    ("0.16.1", {}, "transformer-engine=missing: is not"),
     ("0.16.1", {"transformer-engine": "2.20.2"}, "transformer-engine=2.20: megatron-core 0.16 go"),
     ("0.17.1", {"transformer-engine": "2.20.2"}, ""),
     (

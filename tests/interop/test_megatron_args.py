@@ -188,7 +188,7 @@ CANNOT_BE_READ = [  # an argument of GOOD, what stands in its place, the message
     (
         "--num-layers 8",
         "--num-layers 7",
-        "pp=2: stages (times interleaving) must share the layers evenly: 2 must",
+        "pp=2: stages (times interleaving) must share the layers evenly",
     ),
     ("", "--data-path 'open", "arguments=unreadable: not a command line (No closing quotation)"),
     ("", "--seed $SEED", "arguments=$SEED: a script is not read"),

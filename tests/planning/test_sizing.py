@@ -34,7 +34,7 @@ T = Topology(
 GQA = replace(parse_shape("32,4096,32,4096,128256"), activation="swiglu", num_key_value_heads=4)
 RULES = [  # a shape, how the topology differs, how the line begins
     (parse_shape("78,13824,128,2048,250880"), {}, "head_dim=108"),  # prequel, 'NHEADs comparison'
-    (parse_shape("78,13824,108,2048,250880"), {}, "tp=8: must divide num_attention_heads=108"),
+    (parse_shape("78,13824,108,2048,250880"), {}, "tp=8: must divide num_attention_heads"),
     (
         parse_shape("80,14400,96,2048,250880"),
         {},

@@ -70,10 +70,6 @@ class Gpu:
     def __post_init__(self) -> None:
         require_line("gpu.name", self.name)
         check(self, "gpu.")
-        version = self.compute_capability
-        ok = len(version) == 2 and min(version) >= 0
-        rule = "must be two whole numbers, such as [9, 0]"
-        require(ok, "gpu.compute_capability", list(version), rule)
 
     def flops_per_s(self, precision: str) -> float:
         """Peak matmul rate in `precision`; ValueError where the card has no such units."""

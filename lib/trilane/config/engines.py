@@ -6,7 +6,6 @@ stage.
 """
 
 import os
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
@@ -136,35 +135,13 @@ def label_of(
     return "-".join(words)
 
 
-def untrainable_reason(topology: Topology, fused: str = "auto") -> str | None:
-    """Why no engine here can train what may be planned and run by other programs, as `field=value:
-    the rule`; or None.
-
-    They train every shape of a dense decoder but those that the engine's own rules name. `fused` is
-    run.fused.
-    """
-    if topology.precision == "fp8":
-        choice = "precision=fp8"
-    elif topology.overlap_tp:
-        choice = "overlap_tp=True"
-    elif fused == "te":
-        choice = "run.fused=te"
-    else:
-        return None
-    if release("transformer-engine") is None:
-        return f"{choice}: needs Transformer Engine, which is not installed here"
-    return misfit("transformer-engine")
-
-
 def release(package: str) -> tuple[int, int] | None:
     """The first two numbers of the installed version of a package; None where there is none."""
     try:
-        numbers = re.match(r"(\d+)\.(\d+)", version(package))
+        major, minor, *_ = version(package).split(".")
     except PackageNotFoundError:
         return None
-    if numbers is None:
-        return (0, 0)
-    return (int(numbers[1]), int(numbers[2]))
+    return (int(major), int(minor))
 
 
 def misfit(package: str) -> str | None:
@@ -204,8 +181,16 @@ def shows_gpu() -> bool:
 
 
 def require_trainable(topology: Topology, fused: str = "auto") -> None:
-    """Raise ValueError where no engine here can train it, by what is installed beside it."""
-    reason = untrainable_reason(topology, fused) or misfit("nvidia-resiliency-ext")
+    """Raise ValueError where no engine here can train it, by what is installed beside it. `fused`
+    is run.fused.
+    """
+    needs_te = topology.precision == "fp8" or topology.overlap_tp or fused == "te"
+    if needs_te and release("transformer-engine") is None:
+        rule = "is not installed here; precision fp8, overlap_tp and run.fused te need it"
+        raise ValueError(f"transformer-engine=missing: {rule}")
+    reason = misfit("nvidia-resiliency-ext")
+    if needs_te:
+        reason = misfit("transformer-engine") or reason
     if reason:
         raise ValueError(reason)
     core = release("megatron-core")

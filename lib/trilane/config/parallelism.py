@@ -23,14 +23,12 @@ class Rule:
     field   the field to blame
     text    the rule, the same for every topology: searches count what they refuse by it
     holds   true (or an array) where the rule holds; it gets the topology, and the shape or cluster
-    detail  what to add for one topology, such as "=112"
     of_sizes  true where tp, pp and dp alone decide: one look refuses everything else
     """
 
     field: str
     text: str
     holds: Callable[..., Any]
-    detail: Callable[..., object] = lambda *_: ""
     of_sizes: bool = False
 
     @property
@@ -38,18 +36,16 @@ class Rule:
         """The rule with the field that it is about."""
         return f"{self.field}: {self.text}"
 
-    def message(self, *subjects: Any) -> str:
+    def message(self, topology: Any) -> str:
         """`field=value: the rule` of one topology that breaks it."""
-        return (
-            f"{self.field}={getattr(subjects[0], self.field)}: {self.text}{self.detail(*subjects)}"
-        )
+        return f"{self.field}={getattr(topology, self.field)}: {self.text}"
 
 
 def first_broken(rules: Sequence[Rule], *subjects: Any) -> str | None:
     """The message of the first rule that one topology breaks, or None."""
     for rule in rules:
         if not rule.holds(*subjects):
-            return rule.message(*subjects)
+            return rule.message(subjects[0])
     return None
 
 
@@ -244,17 +240,14 @@ def invalid_reason(
     return reason
 
 
-def _stages_and_layers(t: Any, shape: ModelShape) -> tuple[int, int]:
-    """The model chunks of the stages that share layers evenly, and these layers: all, or all but a
-    number by name.
+def _shares_layers(t: Any, shape: ModelShape) -> bool:
+    """Whether the model chunks of the stages without a number of layers by name share the others
+    evenly.
     """
     named = [n for n in (t.first_stage_layers, t.last_stage_layers) if n]
     units = shape.num_layers + (0 if t.partition == "uniform" else 2)
-    return (t.pp - len(named)) * t.interleaving, units - sum(named)
-
-
-def _shares_layers(t: Any, shape: ModelShape) -> bool:
-    chunks, layers = _stages_and_layers(t, shape)
+    chunks = (t.pp - len(named)) * t.interleaving
+    layers = units - sum(named)
     if chunks:
         return layers % chunks == 0 < layers
     return layers == 0
@@ -266,7 +259,6 @@ def _tp_divides(size: str) -> Rule:
         "tp",
         f"must divide {size}",
         lambda t, s: getattr(s, size) % t.tp == 0,
-        lambda t, s: f"={getattr(s, size)}",
         of_sizes=True,
     )
 
@@ -289,7 +281,6 @@ TOPOLOGY_RULES = (
         "gbs",
         "must be a multiple of mbs x dp",
         lambda t: t.gbs % (t.mbs * t.dp) == 0,
-        lambda t: f" = {t.mbs} x {t.dp}",
     ),
     Rule("sequence_parallel", "needs tp > 1", lambda t: t.tp > 1 or not t.sequence_parallel),
     Rule("offload", "needs ZeRO stage 1 or more", lambda t: t.zero > 0 or t.offload == "none"),
@@ -364,7 +355,6 @@ SHAPE_RULES = (
         "pp",
         "stages (times interleaving) must share the layers evenly",
         _shares_layers,
-        lambda t, s: ": {} must divide {} layers".format(*_stages_and_layers(t, s)),
     ),
     Rule(
         "interleaving",
@@ -391,7 +381,6 @@ CLUSTER_RULES = (
         "gpus",
         "must not exceed the cluster",
         lambda t, c: t.gpus <= c.max_gpus,
-        lambda t, c: f": {c.name} has {c.max_gpus}",
         of_sizes=True,
     ),
     Rule(
@@ -400,7 +389,6 @@ CLUSTER_RULES = (
         lambda t, c: (
             c.gpus_per_node % t.tp == 0 or t.gpus <= c.gpus_per_node or _spans_nodes(t.tp, c)
         ),
-        lambda t, c: f" of {c.gpus_per_node} GPUs",
         of_sizes=True,
     ),
 )

@@ -45,7 +45,7 @@ class Plan(Record):
 
         replace(read_plan("plan.json"), label="twice")  # Plan(label=, shape=, cluster=, topology=)
 
-    What the engines here cannot train yet: engines.untrainable_reason.
+    What no engine here can train: engines.require_trainable.
     """
 
     label: str = option(help="name of the run folder")
@@ -194,16 +194,15 @@ def read_plan_values(path: Path | str) -> dict[str, Any]:
 
 def _one_plan(values: Any, path: Path | str, name: str) -> dict[str, Any]:
     """The plan of that id or label, else the first."""
-    if isinstance(values, dict) and "shape" not in values:
+    if isinstance(values, dict):
         values = values.get("plan", values.get("plans", values))
     plans = values if isinstance(values, list) else [values]
-    ok = bool(plans) and all(isinstance(plan, dict) for plan in plans)
-    rule = "must hold a plan as a JSON object, or several as `plans`"
-    require(ok, "plan", path, rule)
-    for plan in plans:
-        if not name or name in (plan.get("id"), plan.get("label")):
-            return plan
-    raise ValueError(f"plan={path}: holds no plan of that id or label")
+    plans = [plan for plan in plans if isinstance(plan, dict)]
+    if name:
+        plans = [plan for plan in plans if name in (plan.get("id"), plan.get("label"))]
+    rule = "must hold a plan as a JSON object, or several as `plans`; one of that id or label"
+    require(bool(plans), "plan", path, rule)
+    return plans[0]
 
 
 def read_plan(path: Path | str | Plan) -> Plan:

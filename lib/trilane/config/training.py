@@ -53,14 +53,12 @@ class Data:
             require_path(f"data.{name}", getattr(self, name))
         share = r" *[0-9]{1,9}(\.[0-9]{1,9})? *"
         ok = not self.split or re.fullmatch(f"{share}(,{share}){{1,2}}", self.split) is not None
-        rule = 'must be shares of training, validation and test, such as "949,50,1"'
+        rule = 'must be shares of training (above 0), validation and test, such as "949,50,1"'
+        ok = ok and float((self.split or "1").split(",")[0]) > 0
         require(ok, "data.split", self.split, rule)
-        trains = not self.split or float(self.split.split(",")[0]) > 0
-        require(trains, "data.split", self.split, "leaves nothing to train on")
-        parts = ", ".join(part.source for part in self.blend) or "empty"
-        is_blend = self.source == "blend"
-        ok = len(self.blend) > 1 if is_blend else not self.blend
-        require(ok, "data.blend", parts, 'needs source="blend" and at least two sources')
+        count = len(self.blend)
+        ok = count > 1 if self.source == "blend" else count == 0
+        require(ok, "data.blend", count, 'needs source="blend" and at least two sources')
 
     @property
     def parts(self) -> list["Data"]:
@@ -208,9 +206,6 @@ class Run:
         rule = f"needs eval_interval, which is {self.eval_interval}, or neither"
         both = (self.eval_interval > 0) == (self.eval_iters > 0)
         require(both, "eval_iters", self.eval_iters, rule)
-        ends = not self.skipped or self.skipped[-1][1] < self.train_iters
-        rule = f"must end before the last iteration, {self.train_iters}"
-        require(ends, "skip", self.skip, rule)
         saves = not inside(self.skipped, self.goal)
         require(saves, "skip", self.skip, f"holds exit_iteration={self.goal}, which saves")
 
@@ -219,21 +214,16 @@ class Run:
         """First and last iteration of each range in `skip`, "101-200,251-300,400"; ValueError where
         it is malformed, and where they overlap or do not rise.
         """
-        text = self.skip
-        if not text:
-            return ()
-        part = r" *[0-9]{1,12}( *- *[0-9]{1,12})? *"
-        ok = re.fullmatch(f"{part}(,{part})*", text) is not None
-        require(ok, "skip", text, "must be ranges of iterations, such as 101-200,251-300")
-        ranges = []
+        ranges: list[tuple[int, int]] = []
         before = 0
-        for word in text.split(","):
-            first, _, last = word.partition("-")
-            ends = (int(first), int(last or first))
-            rule = "iterations are counted from 1, ranges must rise and not overlap"
-            require(before < ends[0] <= ends[1], "skip", text, rule)
-            before = ends[1]
-            ranges.append(ends)
+        for word in self.skip.split(",") if self.skip else ():
+            match = re.fullmatch(r" *([0-9]{1,12})( *- *([0-9]{1,12}))? *", word)
+            first = int(match[1]) if match else 0
+            last = int(match[3] or first) if match else 0
+            rule = "must be ranges of iterations from 1 on that rise, such as 101-200,251-300"
+            require(before < first <= last, "skip", self.skip, rule)
+            before = last
+            ranges.append((first, last))
         return tuple(ranges)
 
     @property

@@ -7,7 +7,7 @@ from datetime import timedelta
 from itertools import islice
 from typing import Any
 
-from trilane.config.engines import ENGINES, default_attention, untrainable_reason
+from trilane.config.engines import ENGINES, default_attention
 from trilane.costmodel.predict import SAFE
 from trilane.forecasting.forecast import Forecast, Json
 from trilane.forecasting.request import ForecastRequest
@@ -75,8 +75,7 @@ def simulated(name: str, request: ForecastRequest, **changes: Any) -> Case:
     """The request with these changes; ValueError where it cannot run."""
     changed = Forecast(request=replace(request, **changes))
     changed.finish(0.95)  # what cannot be simulated is refused here
-    note = untrainable_reason(changed.request.plan.topology) or ""
-    return Case(name=name, note=note, forecast=changed)
+    return Case(name=name, forecast=changed)
 
 
 def searched(base: Forecast, name: str = "", safe: bool = True, **changes: Any) -> Iterator[Case]:

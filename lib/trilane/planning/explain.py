@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from trilane.config.engines import label_of, untrainable_reason
+from trilane.config.engines import label_of
 from trilane.config.parallelism import invalid_reason
 from trilane.config.plan import Plan, plan_from_json, read_plan
 from trilane.config.training import Run
@@ -60,9 +60,6 @@ class Explanation(Record):
             f"How sure: 9 of 10 such runs take {seconds} s; P(OOM) {p.oom_probability:.2f}.",
             f"Support: {p.support.words}.",
         ]
-        reason = untrainable_reason(self.plan.topology)
-        if reason:
-            sentences.insert(0, f"Predicted only: {reason}.")
         return sentences
 
     def summary(self) -> Text:

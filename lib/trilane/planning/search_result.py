@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from trilane.config.engines import untrainable_reason
 from trilane.config.parallelism import Topology
 from trilane.config.plan import Plan
 from trilane.costmodel.predict import RISKY, Prediction
@@ -172,14 +171,6 @@ class SearchResult(Table):
         """The candidates, best first, in the columns of Candidates.to_frame()."""
         return Candidates(rows=self.candidates).to_frame()
 
-    @property
-    def predicted_only(self) -> str | None:
-        """Why no engine here can train these plans, by the best of them; None where one can."""
-        plans = [*self.candidates, *self.risky]
-        if plans:
-            return untrainable_reason(plans[0].topology)
-        return None
-
     def refusals(self) -> tables.Columns:
         """How many topologies each rule refuses."""
         return tables.Columns.of_rows(("rule", "topologies"), [*self.refused_by_rule.items()])
@@ -192,7 +183,7 @@ class SearchResult(Table):
             return Text.of("None of **{:,}** topologies can run.", self.evaluated)
         first = self.candidates[0]
         p = first.prediction
-        text = Text.of(
+        return Text.of(
             "Of **{:,}** topologies **{:,}** can run. The fastest is {:code} ({}): **{} s** an "
             "iteration, **{:.3g} GiB**, out of memory with a probability of **{}**. "
             "Held fixed: {}.",
@@ -205,9 +196,6 @@ class SearchResult(Table):
             chance(p.oom_probability),
             self.space.held_fixed,
         )
-        if self.predicted_only:
-            text = Text.of("{} Predicted only: {}.", text, self.predicted_only)
-        return text
 
     def as_text(self) -> str:
         """How many topologies can run, why the others cannot, what was not varied, and a line for
@@ -215,8 +203,6 @@ class SearchResult(Table):
         """
         lines = [f"{self.evaluated} topologies, {self.runnable} can run"]
         lines += [f"{count:>12} refused: {rule}" for rule, count in self.refused_by_rule.items()]
-        if self.predicted_only:
-            lines.append(f"predicted only: {self.predicted_only}")
         lines.append(f"held fixed: {self.space.held_fixed}")
         plans = [*self.candidates, *self.risky]
         if plans:
@@ -242,7 +228,6 @@ class SearchResult(Table):
             "evaluated": self.evaluated,
             "refused": self.refused_by_rule,
             "held_fixed": self.space.held_fixed,
-            "predicted_only": self.predicted_only,
             "plans": [c.to_json() for c in plans],
             "risky": [c.to_json() for c in risky],
         }

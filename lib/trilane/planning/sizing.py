@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from trilane.config.cluster import Cluster
-from trilane.config.engines import default_topology, label_of, untrainable_reason
+from trilane.config.engines import default_topology, label_of
 from trilane.config.model import ModelShape, padded_vocab_size
 from trilane.config.parallelism import Topology, invalid_reason
 from trilane.config.plan import Plan
@@ -167,8 +167,6 @@ class Proposals(Table):
         for number, p in enumerate(self.rows[:top], start=1):
             lines += [f"{number}. {note}" for note in p.notes]
         lines.append(f"The first of them: {self.best.prediction.support.words}.")
-        if reason := untrainable_reason(self.best.topology):
-            lines.append(f"Predicted only: {reason}.")
         return "\n".join(lines)
 
     def why_none(self) -> str:

@@ -132,7 +132,7 @@ def nodes(job: JobCheck) -> Findings:
     for rule in CLUSTER_RULES:
         if not rule.holds(topology, here):
             remedy = "another topology, or fewer GPUs"
-            yield refusal(rule.field, rule.message(topology, here), remedy)
+            yield refusal(rule.field, rule.message(topology), remedy)
 
 
 def limits(job: JobCheck) -> Findings:
