@@ -96,7 +96,7 @@ def test_a_regime_takes_the_blame_for_its_days_only():
         ({"own": [[8.0] * 7 + [0.0]]}, "calibration.own=1: must be 8 positive numbers a run"),
         (
             {"matmull": 0.7},
-            "has other constants than this version (matmull); calibrate or search again",
+            "calibration field=matmull: known: ",
         ),
         ({"network": "fast"}, "calibration.network='fast': must be a number"),
     ],
@@ -106,7 +106,7 @@ def test_a_wrong_calibration_file_is_named(tmp_path, change, message):
     values = {**calibration.to_json(Calibration()), **change}
     path.write_text(json.dumps(values))
     with pytest.raises(ValueError, match=re.escape(message)):
-        calibration.load(path)
+        shipped.calibration_for(A100, str(path))
 
 
 def test_a_software_stack_has_constants_of_its_own_on_a_cluster(tmp_path):

@@ -16,7 +16,7 @@ from trilane.config.plan import Plan, read_plan
 from trilane.config.shapes import read_shape
 from trilane.costmodel import backtest as measured
 from trilane.costmodel.calibration import Calibration
-from trilane.costmodel.shipped import calibration_for, constants_of, foreign, replaced
+from trilane.costmodel.shipped import calibration_for, constants_of, foreign
 from trilane.costmodel.trace import trace_of
 from trilane.forecasting import deadline
 from trilane.forecasting.forecast import forecast
@@ -151,7 +151,7 @@ def show(
         read = plan_of(model, load_cluster(cluster), engine or ENGINES[0], choices)
         trace = None
     known = constants_of(read, calibration)
-    note(replaced(read, known))
+    note(foreign(known, read.cluster))
     return Answer(*plan_report(read, known, trace))
 
 
@@ -181,7 +181,7 @@ def calendar(
     allocation.
     """
     found = forecast(plan, tokens=tokens, **given)
-    note(replaced(found.request.plan, found.request.calibration))
+    note(foreign(found.request.calibration, found.request.plan.cluster))
     lines = [f"{name:21} {text}" for name, text in found.rows().items()]
     return Answer(found.to_json(), "\n".join(lines))
 

@@ -5,9 +5,8 @@ predictions scatter.
 import hashlib
 import json
 import math
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 from trilane.config.cluster import Cluster
@@ -17,12 +16,9 @@ from trilane.costmodel.constants import BOUNDS, GIVEN, Bound, Constants
 from trilane.utils.tables import Record
 from trilane.utils.validation import (
     from_mapping,
-    read_json,
     require,
-    require_integer,
     require_known,
     require_line,
-    require_positive,
     to_mapping,
 )
 
@@ -102,10 +98,9 @@ class Calibration(Record, Constants):
         for name in GIVEN:
             value = getattr(self, name)
             require(0 <= value <= 1, f"calibration.{name}", value, "must lie in 0 to 1")
-        require_positive("calibration.half_width", self.half_width)
-        rule = f"must be at most {WIDEST:g}"
-        require(self.half_width <= WIDEST, "calibration.half_width", self.half_width, rule)
-        require_integer("calibration.rows", self.rows, 0)
+        is_inside = 0 < self.half_width <= WIDEST
+        rule = f"must be above 0 and at most {WIDEST:g}"
+        require(is_inside, "calibration.half_width", self.half_width, rule)
         for name in ("stack", "card", "cluster", "name"):
             require_line(f"calibration.{name}", getattr(self, name))
         rule = f"must be {len(BOUNDS)} positive numbers, or none"
@@ -142,16 +137,6 @@ class Calibration(Record, Constants):
                 return replace(self, **values)
         return self
 
-    def on_card(self, cluster: Cluster) -> "Calibration":
-        """The constants themselves; ValueError where they were fitted on another card than the
-        cluster's.
-        """
-        family = self.card.partition("-")[0]
-        rule = f"is of {self.card}, but {cluster.name} has {cluster.gpu.name}"
-        is_its_card = family in ("", cluster.gpu.name.partition("-")[0])
-        require(is_its_card, "calibration", self.name, rule)
-        return self
-
     @cached_property
     def hash(self) -> str:
         """Ten hexadecimal digits of the constants, whatever their name."""
@@ -178,30 +163,16 @@ def to_json(calibration: Calibration) -> dict[str, Any]:
     return values
 
 
-def from_json(values: object) -> Calibration:
-    """The calibration of a JSON object; ValueError names a wrong field."""
-    return from_mapping(Calibration, values, "calibration")
-
-
-def whole(values: Any, name: str) -> Calibration:
-    """The calibration of a JSON object that has every constant; ValueError for those of another
-    version.
+def from_json(values: Any, name: str = "calibration") -> Calibration:
+    """The calibration of a JSON object that has every constant; ValueError names a wrong field, or
+    `name` where it is of another version.
 
     One that is missing would silently be another number than that with which the others were
     fitted.
     """
     if isinstance(values, dict):
         values = {k: v for k, v in values.items() if k != "made_by"}  # what wrote the file
-        missing = {*BOUNDS, *GIVEN} - {*values}
-        unknown = {*values} - {f.name for f in fields(Calibration)}
-        differing = ", ".join(sorted(missing | unknown)[:4])
-        rule = f"has other constants than this version ({differing}); calibrate or search again"
-        require(not differing, "calibration", name, rule)
-    return from_json(values)
-
-
-def load(path: Path | str) -> Calibration:
-    """The calibration in a JSON file; ValueError where it is missing, malformed, or of another
-    version.
-    """
-    return whole(read_json(path, "calibration"), str(path))
+        missing = ", ".join(sorted({*BOUNDS, *GIVEN} - {*values}))
+        rule = f"has other constants than this version ({missing}); calibrate or search again"
+        require(not missing, "calibration", name, rule)
+    return from_mapping(Calibration, values, "calibration")

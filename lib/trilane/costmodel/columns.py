@@ -1,7 +1,6 @@
 """Columns: one plan, or a million, as numbers that every prediction formula takes alike."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Any
 
@@ -28,55 +27,24 @@ class Parts:
         return sum(vars(self).values())
 
 
-@dataclass(frozen=True, kw_only=True)
 class Columns:
-    """Sizes of models and topologies, each a number or an array.
+    """Sizes of models and topologies by name, each a number or an array; see columns_of().
 
     The fields of a topology have their names there, and a word is a number, its place among the
     choices: `recompute` 0 none, 1 selective, 2 full, 3 operators, 4 block. `biases` 0 none, 1 of
     queries, keys and values, 2 all; `norm_values` 2 h or h parameters of a norm; `positions`
-    learned rows.
+    learned rows; `alibi` whether attention adds ALiBi's mask.
     """
 
-    layers: Number
-    hidden: Number
-    heads: Number
-    seq: Number
-    vocab: Number
-    untied: Number
-    embedding_layernorm: Number
-    kv_heads: Number
-    ffn: Number
-    gated: Number
-    biases: Number
-    norm_values: Number
-    positions: Number
-    alibi: Number  # whether attention adds ALiBi's mask
-    tp: Number
-    pp: Number
-    dp: Number
-    mbs: Number
-    gbs: Number
-    cp: Number
-    zero: Number
-    recompute: Number
-    recompute_layers: Number
-    interleaving: Number
-    sequence_parallel: Number
-    partition: Number
-    first_stage_layers: Number  # 0: as many as the others
-    last_stage_layers: Number
-    offload: Number
-    offload_checkpoints: Number
-    precision: Number
-    fp32_gradients: Number
-    attention: Number
-    adam: Number
-    buckets: Number
-    overlap_grad_reduce: Number
-    overlap_param_gather: Number
-    overlap_tp: Number
-    shards: Number  # 0: all replicas
+    def __init__(self, **numbers: Number) -> None:
+        self.numbers = numbers
+
+    def __getattr__(self, name: str) -> Number:
+        return self.numbers[name]
+
+    def changed(self, **numbers: Number) -> "Columns":
+        """With other numbers for some names."""
+        return Columns(**{**self.numbers, **numbers})
 
     @property
     def value_bytes(self) -> Number:
@@ -200,21 +168,14 @@ class Columns:
         fitted = np.where(self.zero == 3, self.hidden * self.hidden, layer)
         return np.where(self.buckets == 1, library, fitted)
 
-    @property
-    def numbers(self) -> dict[str, Number]:
-        """The fields by their names."""
-        return {f.name: getattr(self, f.name) for f in fields(self)}
-
     def take(self, index: Any) -> "Columns":
         """The chosen rows; what is the same for all rows stays a number."""
-        chosen = {name: v[index] if np.ndim(v) else v for name, v in self.numbers.items()}
-        return Columns(**chosen)
+        return Columns(**{n: v[index] if np.ndim(v) else v for n, v in self.numbers.items()})
 
 
 def columns_of(shape: ModelShape, topology: Topology, engine: str = "") -> Columns:
     """One plan as numbers; `engine` "" is Megatron-DeepSpeed as the documents used it."""
-    names = Columns.__dataclass_fields__.keys() & vars(topology)
-    numbers = {name: number_of(name, getattr(topology, name)) for name in names}
+    numbers = {name: number_of(name, value) for name, value in vars(topology).items()}
     if engine:
         numbers["fp32_gradients"] = int(sums_in_fp32(engine, topology))
     elif topology.zero == 3:
@@ -247,9 +208,8 @@ def number_of(name: str, value: Any) -> int:
 
 def stack(rows: Sequence[Columns]) -> Columns:
     """Several plans as Columns of arrays."""
-    return Columns(
-        **{f.name: np.array([getattr(r, f.name) for r in rows], float) for f in fields(Columns)}
-    )
+    names = rows[0].numbers
+    return Columns(**{name: np.array([r.numbers[name] for r in rows], float) for name in names})
 
 
 def linear_flops_per_s(columns: Columns, cluster: Cluster) -> Number:

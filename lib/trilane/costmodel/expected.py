@@ -6,7 +6,7 @@ buckets whose reduction overlaps (NaN), offload, and layers of one's own.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -103,7 +103,7 @@ def expected(plan: Plan, stage: int) -> dict[str, float]:
     """
     x = columns_of(plan.shape, plan.topology, plan.engine)
     constants = engine_memory(plan.engine, plan.cluster, plan.dropout, plan.topology.zero)
-    weights, gradients, optimizer = model_states(replace(x, adam=0), stage, constants)
+    weights, gradients, optimizer = model_states(x.changed(adam=0), stage, constants)
     if plan.engine != "megatron" and not has_bf16_optimizer(plan.topology):
         gradients = np.nan
     numbers = {

@@ -308,7 +308,7 @@ def working_bytes(columns: Columns, stage: Number, constants: MemoryConstants) -
     """
     x = columns
     c = constants
-    layer = activation_bytes_per_layer(dataclasses.replace(x, recompute=NONE), c)
+    layer = activation_bytes_per_layer(x.changed(recompute=NONE), c)
     again = layer * c.working * (x.recompute > SELECTIVE)
     logits = (stage == x.pp - 1) * c.logit * x.tokens * x.vocab / x.tp
     return np.maximum(again, logits)

@@ -14,11 +14,11 @@ import numpy as np
 from trilane.config.cluster import Cluster
 from trilane.config.plan import Plan
 from trilane.costmodel import measured_rows
-from trilane.costmodel.calibration import Calibration, Configuration, Regime, from_json, load, whole
+from trilane.costmodel.calibration import Calibration, Configuration, Regime, from_json
 from trilane.costmodel.constants import BOUNDS
 from trilane.costmodel.fit import MISFIT, log_constants, row_error, sensitivities
 from trilane.costmodel.measured_rows import MeasuredRow, every_row, usable
-from trilane.utils.validation import from_mapping, require, shipped_json
+from trilane.utils.validation import from_mapping, read_json, require, shipped_json
 from trilane.workspace.study import Study, load_cluster
 
 NEWEST = (
@@ -162,19 +162,27 @@ def calibration_for(cluster: Cluster | str, source: str | Calibration = "") -> C
     """
     cluster = load_cluster(cluster)
     if isinstance(source, Calibration):
-        return source.on_card(cluster)
+        known = source
+    else:
+        known = replace(_constants(cluster, source), name=source or cluster.name)
+    family = known.card.partition("-")[0]
+    rule = f"is of {known.card}, but {cluster.name} has {cluster.gpu.name}"
+    is_its_card = family in ("", cluster.gpu.name.partition("-")[0])
+    require(is_its_card, "calibration", known.name, rule)
+    return known
+
+
+def _constants(cluster: Cluster, source: str) -> Calibration:
     if not source or source in stacks():
         rule = "is a file and a stack; for the file ./ before it"
         require(not Path(source).is_file(), "calibration", source, rule)
-        constants = default(cluster, source)
-    elif source.endswith(".json") or Path(source).is_file():
-        constants = load(source)
-    else:
-        study = Study(source)
-        rule = f"is neither a study, nor a JSON file, nor one of the stacks {', '.join(stacks())}"
-        require(study.folder.is_dir(), "calibration", source, rule)
-        constants = whole(study.values("calibration.json", "04_analyze"), source)
-    return replace(constants, name=source or cluster.name).on_card(cluster)
+        return default(cluster, source)
+    if source.endswith(".json") or Path(source).is_file():
+        return from_json(read_json(source, "calibration"), source)
+    study = Study(source)
+    rule = f"is neither a study, nor a JSON file, nor one of the stacks {', '.join(stacks())}"
+    require(study.folder.is_dir(), "calibration", source, rule)
+    return from_json(study.values("calibration.json", "04_analyze"), source)
 
 
 def constants_of(
@@ -188,21 +196,9 @@ def constants_of(
     """
     kept = plan.calibration if isinstance(plan, Plan) else None
     machine = cluster or plan.cluster
-    if source or kept is None or machine.name != plan.cluster.name:
-        return calibration_for(machine, source)
-    return replace(whole(kept["constants"], kept["name"]), name=kept["name"]).on_card(plan.cluster)
-
-
-def replaced(plan: Plan, used: Calibration) -> list[str]:
-    """A line where other constants than those that the plan carries are used, and one where another
-    cluster's are.
-    """
-    kept = plan.calibration
-    lines = foreign(used, plan.cluster)
-    if kept and kept["hash"] != used.hash:
-        instead = f"{used.hash} instead of {kept['name']} ({kept['hash']})"
-        lines.insert(0, f"calibration={used.name}: {instead}, which predicted the plan")
-    return lines
+    if not source and kept and machine.name == plan.cluster.name:
+        source = replace(from_json(kept["constants"], kept["name"]), name=kept["name"])
+    return calibration_for(machine, source)
 
 
 def foreign(used: Calibration, cluster: Cluster) -> list[str]:

@@ -175,7 +175,7 @@ class ForecastRequest(Record):
         """Predicted seconds of an iteration of each phase."""
         plan = self.plan
         sizes = np.array([float(phase.gbs) for phase in self.phases])
-        columns = replace(columns_of(plan.shape, plan.topology, plan.engine), gbs=sizes)
+        columns = columns_of(plan.shape, plan.topology, plan.engine).changed(gbs=sizes)
         seconds: np.ndarray = iteration_columns(columns, plan.cluster, self.calibration).total
         return seconds
 

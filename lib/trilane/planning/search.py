@@ -75,7 +75,7 @@ class _Search:
         self.shape = shape
         self.cluster = cluster
         self.space = space
-        self.calibration = calibration.on_card(cluster)
+        self.calibration = calibration
         self.kept = calibration.kept()
         self.top = top
         # variants of one tp x pp x dp are no different answers, unless there is no other

@@ -254,7 +254,7 @@ def block_columns(fixed: Columns, blocks: Sequence[Block], which: np.ndarray) ->
         columns[name] = values[0] if is_shared else np.array(values)[which]
     columns["mbs"] = np.concatenate([block.mbs for block in blocks])
     columns["gbs"] = np.concatenate([block.gbs for block in blocks])
-    return dataclasses.replace(fixed, **columns)
+    return fixed.changed(**columns)
 
 
 def topology_of(
