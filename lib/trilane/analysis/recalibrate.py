@@ -29,7 +29,7 @@ def fit_source(source: str, cluster: Cluster) -> Recalibration:
     paths = files(source)
     if not paths and not Path(source).exists() and "/" not in source:
         study = Study(source)
-        paths = study.run_folders() or sorted(study.folder.glob("measured.csv"))
+        paths = study.run_folders()
     rule = "is neither a file, nor a folder with runs or logs, nor a study with runs"
     require(bool(paths), "rows", source, rule)
     tables = [path for path in paths if path.suffix in SUFFIXES]

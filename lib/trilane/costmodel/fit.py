@@ -12,8 +12,7 @@ from trilane.config.cluster import Cluster
 from trilane.costmodel.calibration import FACTOR, WIDEST, Calibration, Configuration, Regime
 from trilane.costmodel.columns import Columns, columns_of, stack
 from trilane.costmodel.constants import BOUNDS, GIVEN, Constants
-from trilane.costmodel.iteration import iteration_columns
-from trilane.utils.validation import require, require_positive
+from trilane.costmodel.iteration import iteration_columns, iteration_time
 
 NOISE = {"cuda": 0.02, "cpu": 0.05}  # of ln(seconds): repeats differ by 0.15-2 % (docs/planner.md)
 STEP = 1e-3  # of a constant's logarithm, for slopes
@@ -80,14 +79,14 @@ def robust_minimum(
     return solution.x
 
 
-def deviations(cases: Sequence[Configuration], prior: Constants) -> np.ndarray:
+def deviations(cases: Sequence[Configuration], prior: Calibration) -> np.ndarray:
     """Prior deviations of the constants' logarithms for fits to these cases, in the order of
     BOUNDS.
 
     A machine with other work on its cores is known less well.
     """
-    known = getattr(prior, "deviations", ())
-    deviation = np.array(known or [bound.deviation for bound in BOUNDS.values()])
+    known = prior.deviations or [bound.deviation for bound in BOUNDS.values()]
+    deviation = np.array(known)
     if any(c.cluster.gpu.kind == "cpu" for c in cases):
         deviation = np.maximum(deviation, 0.5)  # other work may take half of the machine
     return deviation
@@ -165,8 +164,7 @@ def refit(cases: Sequence[Configuration], measured: Sequence[float], prior: Cali
 
     Few rows, or rows that contradict each other, pull less; where no weight makes rows that were
     left out 1 % better than the prior does, the prior is kept as it is. Each row is left out alone,
-    of more than ten every tenth together. Raises ValueError without rows, or for a time that is not
-    positive.
+    of more than ten every tenth together.
     """
     problem = _Problem(cases, measured, prior)
     tried = list[Refit]()
@@ -190,8 +188,7 @@ def fit_time(
 
     A constant that no row depends on keeps its prior. The half-width of the interval is the 90 %
     quantile of the errors that the rows would have if left out, with the prior's half-width as one
-    more row, times 1 + 1 / (2 sqrt(rows)) for the scatter of that quantile; at most WIDEST. Raises
-    ValueError without rows, or for a time that is not positive.
+    more row, times 1 + 1 / (2 sqrt(rows)) for the scatter of that quantile; at most WIDEST.
     """
     problem = _Problem(cases, measured, prior)
     return problem.calibration(problem.solve())
@@ -212,10 +209,6 @@ class _Problem:
     def __init__(
         self, cases: Sequence[Configuration], measured: Sequence[float], prior: Calibration
     ) -> None:
-        rule = "needs one measured time for each row"
-        require(len(cases) == len(measured) and len(cases) > 0, "rows", len(cases), rule)
-        for seconds in measured:
-            require_positive("measured", seconds)
         self.prior = prior
         self.rows = len(cases)
         self.regimes = []
@@ -305,11 +298,7 @@ def half_widths(
 
     known = sensitivities(rows, calibration) * deviations(rows, prior)
     n = len(rows)
-    on_day = [
-        row_error(c, seconds, calibration.on(c.day, c.topology.gpus))
-        for c, seconds in zip(rows, measured, strict=True)
-    ]
-    errors = np.array(on_day)
+    errors = row_errors(rows, measured, calibration)
     # no single row says that the model is worse
     unseen = np.minimum(np.abs(left_out(errors, known, MISFIT)), 0.15)
     misfit2 = (MISFIT_ROWS * MISFIT**2 + float((unseen**2).sum())) / (MISFIT_ROWS + n)
@@ -329,16 +318,20 @@ def sensitivities(cases: Sequence[Configuration], calibration: Calibration) -> n
     """Derivatives of ln(seconds) by ln(constant), (N, C) in the order of BOUNDS, by central
     differences.
     """
-    if not cases:
-        return np.empty((0, len(BOUNDS)))
     errors = time_errors(cases, np.ones(len(cases)), (), calibration)
     return slopes(errors, log_constants(calibration))
 
 
-def row_error(case: Configuration, seconds: float, calibration: Calibration) -> float:
-    """ln(predicted / measured) of one run."""
-    errors = time_errors([case], np.array([seconds]), (), calibration)
-    return float(errors(log_constants(calibration))[0])
+def row_errors(
+    cases: Sequence[Configuration], measured: Sequence[float], calibration: Calibration
+) -> np.ndarray:
+    """ln(predicted / measured) of runs by the constants of their days, (N,)."""
+    errors = []
+    for case, seconds in zip(cases, measured, strict=True):
+        on_day = calibration.on(case.day, case.topology.gpus)
+        columns = columns_of(case.shape, case.topology, case.engine)
+        errors.append(np.log(iteration_time(columns, case.cluster, on_day).total / seconds))
+    return np.array(errors)
 
 
 def log_constants(calibration: Calibration) -> np.ndarray:

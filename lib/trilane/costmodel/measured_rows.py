@@ -184,30 +184,6 @@ def shipped_rows() -> Path:
     return DATA / "measured.csv"
 
 
-def cells_of(row: MeasuredRow) -> dict[str, object]:
-    """A measured run as the cells of such a CSV, from which read_rows makes the same configuration
-    again.
-    """
-    names = shipped_json("row_columns")["names"]
-    case = row.case
-    cells: dict[str, object] = {
-        "row_id": row.row_id,
-        "cluster": case.cluster.name,
-        "gpu": case.cluster.gpu.name,
-        "gpus": case.topology.gpus,
-    }
-    for field, value in {**vars(case.shape), **vars(case.topology)}.items():
-        cells[names.get(field, field)] = value
-    # of a stack that an engine here has the name of, the row's own engine was another
-    other = "deepspeed" if row.stack in ENGINES else row.stack
-    cells["engine"] = case.engine or other
-    cells["date"] = case.day
-    cells["sec_per_it"] = row.seconds
-    is_known = not math.isnan(row.memory_bytes)
-    cells["mem_gb"] = row.memory_bytes / 2**30 if is_known else ""
-    return cells
-
-
 def stacks() -> dict[str, Any]:
     """What is known of each software stack (data/stacks.json)."""
     return shipped_json("stacks")["stacks"]

@@ -20,7 +20,6 @@ from trilane.costmodel.measured_rows import (
     MeasuredRow,
     Skipped,
     Source,
-    cells_of,
     read_rows,
 )
 from trilane.costmodel.predict import predict_case, sizes_of
@@ -163,20 +162,13 @@ class Recalibration(Table):
     def _repr_html_(self) -> str:
         return super()._repr_html_() + Html.pre(self.summary())
 
-    def measured_rows(self) -> DataFrame:
-        """The measured runs in the columns that fit() and `trilane calibrate` take."""
-        return pd.DataFrame([cells_of(row) for row in self.rows])
-
     def save(self, study: Study, made_by: str) -> list[Path]:
-        """Write calibration.json, predicted.csv and measured.csv into the study, where there are
-        rows.
-        """
+        """Write calibration.json and predicted.csv into the study, where there are rows."""
         if not self:
             return []
         return [
             study.save("calibration.json", to_json(self.fitted), made_by),
             study.save_table("predicted.csv", self.to_frame()),
-            study.save_table("measured.csv", self.measured_rows()),
         ]
 
 

@@ -16,7 +16,7 @@ from trilane.config.plan import Plan
 from trilane.costmodel import measured_rows
 from trilane.costmodel.calibration import Calibration, Configuration, Regime, from_json
 from trilane.costmodel.constants import BOUNDS
-from trilane.costmodel.fit import MISFIT, log_constants, row_error, sensitivities
+from trilane.costmodel.fit import MISFIT, log_constants, row_errors, sensitivities
 from trilane.costmodel.measured_rows import MeasuredRow, every_row, usable
 from trilane.utils.validation import from_mapping, read_json, require, shipped_json
 from trilane.workspace.study import Study, load_cluster
@@ -76,11 +76,9 @@ class Fit:
     @classmethod
     def of(cls, rows: Sequence[MeasuredRow], calibration: Calibration) -> "Fit":
         stack = rows[0].stack
-        errors = []
-        for row in rows:
-            on_day = calibration.on(row.case.day, row.case.topology.gpus)
-            errors.append(row_error(row.case, row.seconds, on_day))
-        slopes = sensitivities([row.case for row in rows], calibration)
+        cases = [row.case for row in rows]
+        errors = row_errors(cases, [row.seconds for row in rows], calibration)
+        slopes = sensitivities(cases, calibration)
         free = log_constants(calibration.without_launch_blocking())
         moved = free - log_constants(prior_of("", stack))
         return cls(
@@ -88,19 +86,21 @@ class Fit:
             stack=stack,
             slopes=slopes,
             slowness=slopes @ moved - errors,
-            trust=1 / np.sqrt(1 + (np.array(errors) / MISFIT) ** 2),
+            trust=1 / np.sqrt(1 + (errors / MISFIT) ** 2),
         )
 
     def shares(self, cluster: Cluster, stack: str) -> np.ndarray:
         """Whether it has the generation of cards, the cluster and the stack (its years are one),
         (3,).
         """
-        card = min(self.cluster.gpu.compute_capability[0], NEWEST)
-        other_card = min(cluster.gpu.compute_capability[0], NEWEST)
-        software = re.sub(r"-20\d\d$", "", self.stack)
-        other_software = re.sub(r"-20\d\d$", "", stack)
-        is_cluster = nodes_name(self.cluster.name) == nodes_name(cluster.name)
-        return np.array([card == other_card, is_cluster, software == other_software != ""])
+        own = _traits(self.cluster, self.stack)
+        pairs = zip(own, _traits(cluster, stack), strict=True)
+        return np.array([mine == other != "" for mine, other in pairs])
+
+
+def _traits(cluster: Cluster, stack: str) -> tuple[int, str, str]:
+    card = min(cluster.gpu.compute_capability[0], NEWEST)
+    return card, nodes_name(cluster.name), re.sub(r"-20\d\d$", "", stack)
 
 
 def combined(cluster: Cluster, stack: str, fits: Sequence[Fit]) -> Calibration:
