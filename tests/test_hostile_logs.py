@@ -245,7 +245,7 @@ def test_a_file_that_is_no_log_is_one_line(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("trilane.logs.reading.blocks.UNPACKED", 16 << 20)
+    monkeypatch.setattr("trilane.logs.reading.lines.UNPACKED", 16 << 20)
     monkeypatch.setattr("trilane.logs.reading.runs.MAX_RUNS", 100)
     write(tmp_path / "run.log", content)
     code, _ = judged(["logs", "parse", str(tmp_path / "run.log")], tmp_path, capsys)

@@ -3,7 +3,7 @@ where they stand.
 """
 
 import pytest
-from test_log_dialects import TITAN, m2021, m2022
+from test_log_dialects import TITAN, m2021
 
 from trilane.analysis.measure import measure_log
 from trilane.logs.run import read_logs
@@ -114,15 +114,6 @@ def test_memory_and_loss_are_those_of_the_ranks_that_have_them(tmp_path):
     assert list(log.memory["max_allocated"] / 2**20) == [20.5, 10.5]
 
 
-def test_a_unit_that_samples_per_second_contradict_is_put_right(tmp_path):
-    wrong = m2022(3).replace("(s): 700.00", "(s): 700000.00")
-    (log,) = runs(tmp_path, m2022(2) + wrong)
-    assert list(log.iterations["sec_per_it"]) == [700.0, 700.0] and "in 1 iter" in log.notes[0]
-    per_ms = m2022(1).replace(f"{2048 / 700:.3f}", "0.003")
-    row = runs(tmp_path, per_ms)[0].iterations.iloc[0]
-    assert (row["sec_per_it"], row["samples_per_second"]) == (700.0, 3.0), "the rate is wrong"
-
-
 PREFIXES = ["jz-a100-3: ", " 3: ", "[rank3]:", "[1,3]<stdout>:", "[pod/train-3/main] "]
 PREFIXES += ["[default7]:", "2026-01-01 10:00:00,123 - INFO - "]
 
@@ -152,23 +143,10 @@ def test_a_launch_that_trains_nothing_is_a_run_of_its_own(tmp_path, text, status
     assert [log.status for log in runs(tmp_path, text)] == statuses
 
 
-def test_lines_are_read_by_their_form_as_by_all_rules(tmp_path, monkeypatch):
-    """Lines of one form are read by the places of their numbers: the same to the last bit."""
-    megatron = [m2021(i, 900, ms=2000 + i / 7, loss=5 / i) for i in range(1, 80)]
-    titan = [TITAN.format(i=i, loss=5 / i) for i in range(1, 80)]
-    for text in ("".join(megatron * 2), "".join(titan), deepspeed(0) + deepspeed(25, at=3)):
-        known = runs(tmp_path, text)
-        with monkeypatch.context() as patch:
-            patch.setattr("trilane.logs.reading.reader.MAX_FORM", -1)
-            for one, other in zip(known, runs(tmp_path, text), strict=True):
-                assert one.iterations.equals(other.iterations)
-
-
-def test_a_form_that_held_nothing_is_read_once_other_digits_give_it_values(tmp_path, monkeypatch):
+def test_a_form_that_held_nothing_is_read_once_other_digits_give_it_values(tmp_path):
     """`0 oom_kill events` and `step=0` report nothing, others do; a dump that every rank prints is
     read in each run.
     """
-    monkeypatch.setattr("trilane.logs.reading.blocks.BLOCK", 500)
     killed = "slurmstepd: error: Detected {} oom_kill events in StepId=42.0.\n"
     (log,) = runs(tmp_path, MANY + killed.format(0) * 30 + killed.format(1))
     assert log.status == "host memory"

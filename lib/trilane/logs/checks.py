@@ -1,4 +1,4 @@
-"""Checks: numbers of a run that cannot be right; and units that other numbers correct."""
+"""Checks: numbers of a run that cannot be right."""
 
 import math
 from collections.abc import Collection, Iterator
@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from trilane.logs.table import NAN, Columns
+from trilane.logs.table import NAN
+from trilane.utils.tables import DataFrame
 
 MOST_NUMBER = 1e15  # of an iteration; a larger one is damaged
 # factor between two rates of one run: one may be a running mean, or leave out what the other counts
@@ -25,9 +26,6 @@ BY_MEDIAN = ("sec_per_it", "flops_per_s_per_gpu")  # as any iteration may wait
 # Columns without influence on how long an iteration takes, or what it computes.
 HARMLESS = ("lm_loss", "grad_norm", "learning_rate", "mfu")
 ROUNDED = 1e12  # FLOP/s: programs print tenths of a TFLOP/s; below one, rounding decides
-# seconds of an iteration that are plausible, where samples per second contradict them
-SHORT_S = 0.01
-LONG_S = 6 * 3600
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,15 +40,15 @@ class Problem:
         return f"{self.column}: {self.message}"
 
 
-def problems(columns: Columns) -> Iterator[Problem]:
+def problems(iterations: DataFrame) -> Iterator[Problem]:
     """The problems of a run."""
-    if "iteration" not in columns:
+    if iterations.empty:
         return
-    if np.isnan(columns["iteration"]).any():
+    if iterations["iteration"].isna().any():
         text = "the log does not number its iterations (no progress bar)"
         yield Problem(rule="unnumbered", column="iteration", message=text)
     for name, (low, high, message) in BOUNDS.items():
-        numbers = columns.get(name, np.empty(0))
+        numbers = np.asarray(iterations.get(name, ()), float)
         numbers = numbers[~np.isin(numbers, (0, -1))]
         if name in BY_MEDIAN:
             numbers = np.array([median(numbers)])
@@ -75,29 +73,6 @@ def of_card(printed: float, computed: Collection[float], peak: float) -> Iterato
         if peak and rate > peak:
             text = f"{rate / 1e12:.4g} TFLOP/s, {peak / 1e12:.4g} is the card's peak"
             yield Problem(rule="peak", column=column, message=text)
-
-
-def correct_units(columns: Columns) -> str:
-    """Correct times and rates in place; returns a note about the correction, "" if there was none.
-
-    Where samples per second contradict the time by a factor of 1000, one of the two is wrong: the
-    time if it is implausible, else the rate (Megatron-DeepSpeed of autumn 2021 printed samples per
-    millisecond).
-    """
-    if not columns.keys() >= {"sec_per_it", "samples_per_second", "global_batch_size"}:
-        return ""
-    seconds = columns["sec_per_it"]
-    with np.errstate(divide="ignore", invalid="ignore"):
-        ratio = seconds * columns["samples_per_second"] / columns["global_batch_size"]
-        factor = np.round(np.log10(ratio) / 3, 1)  # two parts of a line differ somewhat
-    is_time = (seconds <= SHORT_S) | (seconds >= LONG_S)
-    notes: list[str] = []
-    for name, rows in (("sec_per_it", is_time), ("samples_per_second", ~is_time)):
-        is_wrong = rows & (abs(factor) == 1)
-        if is_wrong.any():
-            columns[name] = np.where(is_wrong, columns[name] * 1000.0**-factor, columns[name])
-            notes.append(f"the unit of {name} was corrected in {is_wrong.sum()} iterations")
-    return "; ".join(notes)
 
 
 def median(numbers: np.ndarray) -> float:

@@ -2,19 +2,18 @@
 one of your own.
 
 Own tables are the files, and those of the folders, that the environment's TRILANE_DIALECTS names,
-separated by colons. The patterns give a line's numbers as *spans*, so that one parse serves all
-lines that differ in digits only.
+separated by colons.
 """
 
 import functools
 import math
 import os
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
 
+from trilane.logs.table import Row
 from trilane.utils.validation import (
     DATA,
     from_mapping,
@@ -51,27 +50,7 @@ PATTERNS = ("iteration", "validation", "memory", "end")
 NEEDED = {"iteration": "iteration", "validation": "lm_loss"}  # a group of each of these patterns
 
 
-class Span(NamedTuple):
-    """The position of a number in a line, its column, and the factors to the unit of the column."""
-
-    column: str
-    start: int
-    stop: int
-    multiplier: float = 1.0
-    divisor: float = 1.0
-
-    def value(self, line: bytes) -> float:
-        """The number, in the unit of its column."""
-        text = line[self.start : self.stop].replace(b",", b"")
-        return float(text) * self.multiplier / self.divisor
-
-
-def row_of(spans: Iterable[Span], line: bytes) -> dict[str, float]:
-    """The numbers of a line by their columns; hours, minutes and seconds of one time add up."""
-    row: dict[str, float] = {}
-    for span in spans:
-        row[span.column] = row.get(span.column, 0.0) + span.value(line)
-    return row
+Unit = tuple[str, float, float]  # column, multiplier and divisor to the unit of the column
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,20 +100,9 @@ class Dialect:
         return _compiled(getattr(self, key))
 
     @functools.cached_property
-    def columns(self) -> dict[bytes, tuple[str, float, float]]:
+    def columns(self) -> dict[bytes, Unit]:
         """Column, multiplier and divisor of each printed name."""
         return {key.encode(): column_of(value) for key, value in self.fields.items()}
-
-    @functools.cached_property
-    def is_blind(self) -> bool:
-        """Whether lines that differ in digits only are read alike: their patterns do not look at
-        digits, and all numbers stand on one line.
-        """
-        if self.lines in ("block", "bar") or "iterations_per_second" in self.fields.values():
-            return False
-        texts = [text for key in PATTERNS for text in getattr(self, key)]
-        plain = re.sub(r"\\d|\{[\d,]*\}|0-9", "", " ".join(texts))
-        return not re.search(r"\d|\(\?P=", plain)
 
     @functools.cached_property
     def _field(self) -> re.Pattern[bytes]:
@@ -142,31 +110,27 @@ class Dialect:
         return re.compile(FIELD % (b"|".join(map(re.escape, names)) or rb"\Z."))
 
     @functools.cached_property
-    def _words(self) -> list[bytes]:
-        return [word.encode() for word in self.words]
+    def _words(self) -> re.Pattern[bytes]:
+        return re.compile("|".join(map(re.escape, self.words)).encode())
 
     def holds(self, line: bytes) -> bool:
         """Whether the line has one of its words."""
-        return not self.words or any(word in line for word in self._words)
+        return bool(self._words.search(line))
 
-    def iterations(self, line: bytes) -> list[Span]:
-        """The numbers of an iteration line, its number first; [] for any other line."""
-        every = self.every("iteration", line)
-        if not every or (self.lines == "json" and not line.rstrip().endswith(b"}")):
-            return []
-        spans = every[0]
-        spans += self.rest(line, {span.column for span in spans})
-        columns = {span.column for span in spans}
-        if columns.issuperset(self.needs):
-            return spans
-        return []
+    def iteration_row(self, line: bytes) -> Row:
+        """The numbers of an iteration line; {} for any other line."""
+        rows = self.rows("iteration", line)
+        if not rows or (self.lines == "json" and not line.rstrip().endswith(b"}")):
+            return {}
+        row = rows[0] | self.rest(line, rows[0].keys())
+        return row if row.keys() >= {*self.needs} else {}
 
-    def every(self, key: str, line: bytes) -> list[list[Span]]:
+    def rows(self, key: str, line: bytes) -> list[Row]:
         """The numbers of each match of a key's patterns in the line."""
-        every = []
+        rows = []
         for pattern in self.patterns(key):
-            every += [_groups(match) for match in pattern.finditer(line[:MAX_LINE])]
-        return every
+            rows += [_row(match) for match in pattern.finditer(line[:MAX_LINE])]
+        return rows
 
     def matches(self, key: str, line: bytes) -> bool:
         """Whether a pattern of that key stands in the line."""
@@ -179,21 +143,20 @@ class Dialect:
                 return name
         return self.name
 
-    def rest(self, line: bytes, seen: set[str]) -> list[Span]:
+    def rest(self, line: bytes, seen: Collection[str]) -> Row:
         """The further numbers of an iteration, on its line or on the next of its block, but for
         columns `seen`.
         """
-        spans: list[Span] = []
+        row: Row = {}
         for match in self._field.finditer(line[:MAX_LINE]):
-            column, multiplier, divisor = self.columns[match[1]]
+            unit = self.columns[match[1]]
+            column = unit[0]
             # a rate of two digits is too rounded to give seconds
             digits = match[2].translate(None, b"+-.,").lstrip(b"0")
             is_rounded = column == "iterations_per_second" and len(digits) < 3
             if column not in seen and not is_rounded:
-                seen = {*seen, column}
-                multiplier *= SUFFIXES.get(match[3], 1.0)
-                spans.append(Span(column, *match.span(2), multiplier, divisor))
-        return spans
+                row.setdefault(column, _number(match[2] + (match[3] or b""), unit))
+        return row
 
 
 @functools.cache
@@ -201,25 +164,30 @@ def _compiled(patterns: tuple[str, ...]) -> tuple[re.Pattern[bytes], ...]:
     return tuple(re.compile(pattern.encode()) for pattern in patterns)
 
 
-def _groups(match: re.Match[bytes]) -> list[Span]:
-    spans: list[Span] = []
+def _number(text: bytes, unit: Unit) -> float:
+    """The number with its suffix, in the unit of its column."""
+    factor = SUFFIXES.get(text[-1:])
+    if factor:
+        text = text[:-1]
+    return float(text.replace(b",", b"")) * (unit[1] * (factor or 1.0)) / unit[2]
+
+
+def _row(match: re.Match[bytes]) -> Row:
+    """The numbers of the groups by their columns; hours, minutes and seconds of one time add up."""
+    row: Row = {}
     for name, text in match.groupdict(b"").items():
-        column, multiplier, divisor = _column_of_group(name)
-        begin, end = match.span(name)
-        if text[-1:] in SUFFIXES:
-            end -= 1
-            multiplier *= SUFFIXES[text[-1:]]
-        if re.fullmatch(NUMBER, match.string[begin:end]):
-            spans.append(Span(column, begin, end, multiplier, divisor))
-    return sorted(spans, key=lambda span: span.column != "iteration")
+        unit = _column_of_group(name)
+        if re.fullmatch(rb"(?:%s)[KMGBTP]?" % NUMBER, text):
+            row[unit[0]] = row.get(unit[0], 0.0) + _number(text, unit)
+    return row
 
 
-def _column_of_group(name: str) -> tuple[str, float, float]:
+def _column_of_group(name: str) -> Unit:
     return column_of(name.replace("__", " ").replace("percent", "%"))  # a group's name holds no %
 
 
 @functools.lru_cache(1 << 10)
-def column_of(text: str) -> tuple[str, float, float]:
+def column_of(text: str) -> Unit:
     """Column and factors of "column unit"; ValueError for one that nothing reads."""
     name, _, unit = text.strip().partition(" ")
     is_known = name in COLUMNS or bool(re.fullmatch(r"[a-z]\w*_(?:loss|norm)", name))

@@ -13,11 +13,11 @@ from trilane.logs.checks import MOST_NUMBER, Problem
 from trilane.logs.dialects import dialects
 from trilane.logs.endings import Ending, Level
 from trilane.logs.places import excluded, place_of
-from trilane.logs.reading.blocks import blocks
+from trilane.logs.reading.lines import lines
 from trilane.logs.reading.reader import Reader
 from trilane.logs.reading.runs import PartialRun
 from trilane.logs.reading.trainer_dicts import number_iterations
-from trilane.logs.table import NAN, Columns, frame
+from trilane.logs.table import frame, last
 from trilane.utils.tables import DataFrame, Table, show
 from trilane.utils.validation import shown
 from trilane.workspace.place import Known, Place
@@ -49,7 +49,7 @@ class RunLog(Table):
     collectives  by the ranks' NCCL watchdogs: the ranks of each process group that timed out, and
                  what each reports
     own          what a run of trilane prints of itself: SLOW, NOT FINITE, CHECKPOINT NOT SAVED
-    notes        corrections made in reading
+    notes        what of the file could not be read
     problems     numbers that cannot be right, or that nothing shows to be right
     resumes      of a run folder: for each time that the run was resumed the first iteration after
                  it, and the rows that it trained again, as they were before
@@ -123,13 +123,12 @@ def read_logs(path: Path | str) -> list[RunLog]:
     path = Path(path)
     reader = Reader()
     notes: list[str] = []
-    for block in blocks(path, notes):
-        reader.feed(block)
+    for line in lines(path, notes):
+        reader.read(line)
     runs = reader.close()
     if not runs:
         raise ValueError(f"log={shown(path)}: {UNREAD}")
-    runs[-1].notes += notes
-    return [_finish(run, path) for run in runs]
+    return [_finish(run, path, tuple(notes)) for run in runs]
 
 
 def read_log(path: Path | str) -> RunLog:
@@ -139,14 +138,13 @@ def read_log(path: Path | str) -> RunLog:
     return read_logs(path)[-1]
 
 
-def _finish(run: PartialRun, path: Path) -> RunLog:
+def _finish(run: PartialRun, path: Path, notes: tuple[str, ...]) -> RunLog:
     """The RunLog of a run in `path`."""
-    columns = run.iterations.columns()
-    number_iterations(run, columns)
+    number_iterations(run)
+    iterations = frame(run.iterations, INTEGERS)
     counted = {name for name, rows in run.dialects.items() if rows} or {*run.dialects}
     programs = {dialect.name: dialect.variant(run.last_line) for dialect in dialects()}
-    notes = [*run.notes, checks.correct_units(columns)]
-    status, evidence, end = _status(run, columns)
+    status, evidence, end = _status(run)
     _learn_places(run)
     places = run.places
     place = Place()
@@ -160,14 +158,14 @@ def _finish(run: PartialRun, path: Path) -> RunLog:
     memory = [row for _, row in sorted(run.memory.items())]
     return RunLog(
         source=path,
-        iterations=frame(columns, INTEGERS),
-        validation=frame(run.validation.columns(), ("iteration",)),
+        iterations=iterations,
+        validation=frame(run.validation, ("iteration",)),
         memory=frame(memory, ("rank", "iteration")),
         status=status,
         evidence=evidence,
         dialect=" + ".join(sorted(programs.get(name, name) for name in counted)) or "unknown",
         arguments=run.arguments,
-        timers=frame(run.timers.columns(), ("iteration",)),
+        timers=frame(run.timers, ("iteration",)),
         totals=run.summary,
         rank=place.rank,
         hosts=hosts,
@@ -175,8 +173,8 @@ def _finish(run: PartialRun, path: Path) -> RunLog:
         endings=tuple(run.endings),
         collectives=tuple(run.watchdogs.lines(places.world)) if status.has_failed else (),
         own=tuple(dict.fromkeys(run.own)),
-        notes=tuple(filter(None, notes)),
-        problems=tuple(checks.problems(columns)),
+        notes=notes,
+        problems=tuple(checks.problems(iterations)),
     )
 
 
@@ -189,35 +187,30 @@ def _learn_places(run: PartialRun) -> None:
     places.see(place_of(run.last_line), run.last_line)
 
 
-def _status(run: PartialRun, columns: Columns) -> tuple[Status, str, Ending | None]:
+def _status(run: PartialRun) -> tuple[Status, str, Ending | None]:
     """Status, evidence, and the ending if one decides; a run without any is unfinished."""
-    number = NAN
-    total = NAN
-    loss = NAN
-    if run.rows:
-        number = columns["iteration"][-1]
-        total = run.iterations.last("train_iters")
-        loss = run.iterations.last("lm_loss")
-    is_done = number + 1 - run.first_iteration == total
+    done = last(run.iterations, "iteration") + 1 - run.first_iteration
+    is_done = done == last(run.iterations, "train_iters")
     ends = run.endings
     if is_done:  # a run that the scheduler ended and that reached its last iteration was continued
         ends = [end for end in ends if end.level > Level.SCHEDULER or end.rows >= run.rows]
     end = endings.strongest(ends, run.rows)
     if end and end.level < Level.PLANNED:
         return end.status, end.evidence, end
-    last = endings.text(run.last_line)
+    evidence = endings.text(run.last_line)
+    loss = last(run.iterations, "lm_loss")
     behind_loss = run.last_line.lower().partition(b"loss")[2]
-    is_nan = "lm_loss" in columns and loss != loss and b"nan" in behind_loss[:16]
+    is_nan = loss != loss and b"nan" in behind_loss[:16]
     # the Trainer prints 0 for a loss that is NaN
     if is_nan or (loss == 0 and re.search(rb"'grad_norm': '?nan", run.last_line)):
-        return Status.NAN_LOSS, last, None
+        return Status.NAN_LOSS, evidence, None
     if end and end.level == Level.PLANNED:
         return end.status, end.evidence, end
     if "train_runtime" in run.summary or is_done:
-        return Status.COMPLETED, last, None
+        return Status.COMPLETED, evidence, None
     if end:
         return end.status, end.evidence, end
-    return Status.UNFINISHED, last, None
+    return Status.UNFINISHED, evidence, None
 
 
 def read_run_folder(folder: Path | str) -> RunLog:

@@ -3,18 +3,16 @@ of a run, a copy of another rank's, or the first of another run.
 """
 
 from collections import Counter
-from collections.abc import Mapping
 
 from trilane.logs.arguments import Value
 from trilane.logs.dialects import Dialect
 from trilane.logs.endings import Ending, Level, joined, superseded
 from trilane.logs.places import Places
 from trilane.logs.prefixes import rank, source, timestamp
-from trilane.logs.table import NAN, NumericTable
+from trilane.logs.table import NAN, Row, fill, last
 from trilane.logs.watchdog import Watchdogs
 from trilane.utils.validation import require
 
-DIGITS = bytes.maketrans(b"123456789", b"000000000")
 MAX_RUNS = 10_000  # of a file
 SHORT_S = 20.0  # which stamps of whole seconds give to 5 %, and their median to 1 %
 MEMORY = ("allocated", "max_allocated", "reserved", "max_reserved")
@@ -23,19 +21,18 @@ LAUNCHED = (Level.SCHEDULER, Level.OUTSIDE, Level.WRAPPER, Level.LAUNCHER)
 
 
 class PartialRun:
-    """What was read of a run so far. Tables grow by 8 bytes a number; everything else is bounded by
-    the number of ranks and names.
+    """What was read of a run so far. Memory grows by a dict of numbers for each iteration;
+    everything else is bounded by the number of ranks and names.
     """
 
     def __init__(self, follows: bool = False) -> None:
-        self.iterations = NumericTable()
-        self.timers = NumericTable()
-        self.validation = NumericTable()
-        self.memory: dict[int, dict[str, float]] = {}
+        self.iterations: list[Row] = []
+        self.timers: list[Row] = []
+        self.validation: list[Row] = []
+        self.memory: dict[int, Row] = {}
         self.arguments: dict[str, Value] = {}
-        self.summary: dict[str, float] = {}
+        self.summary: Row = {}
         self.dialects: Counter[str] = Counter()
-        self.notes: list[str] = []
         self.own: list[str] = []
         self.follows = follows  # a run before it in the file
         self.launched = False  # whether its launch was read
@@ -53,7 +50,7 @@ class PartialRun:
     @property
     def rows(self) -> int:
         """How many iterations were read."""
-        return self.iterations.rows
+        return len(self.iterations)
 
     @property
     def ends_at_launch(self) -> bool:
@@ -66,14 +63,14 @@ class PartialRun:
         """Whether it has iterations, a summary or an ending, or is a launch after another run."""
         return self.ends_at_launch or bool(self.endings) or (self.launched and self.follows)
 
-    def add(self, row: dict[str, float], dialect: str, source: float, line: bytes) -> None:
+    def add(self, row: Row, dialect: str, source: float, line: bytes) -> None:
         """Append an iteration, of that line, printed by the rank or process `source`."""
         # Megatron's own count stays 0 where the loss is NaN:
         # https://github.com/deepspeedai/Megatron-DeepSpeed/pull/434
         loss = row.get("lm_loss", 0.0)
         if loss != loss:
-            row = {**row, "nan": row.get("nan") or 1.0}
-        self.iterations.add(row)
+            row["nan"] = row.get("nan") or 1.0
+        self.iterations.append(row)
         self.dialects[dialect] += 1
         if self.rank != self.rank:
             self.rank = source
@@ -83,7 +80,7 @@ class PartialRun:
             self.iteration = iteration
         self.last_line = line
 
-    def timed(self, row: dict[str, float], time_s: float, dialect: str) -> dict[str, float]:
+    def timed(self, row: Row, time_s: float, dialect: str) -> Row:
         """The row, with seconds per iteration since the last of that dialect, unless it has its
         own; `time_s` is NaN where the line has no time stamp.
         """
@@ -102,7 +99,7 @@ class PartialRun:
             row["sec_per_it"] = seconds / steps
         return row
 
-    def accepts(self, row: Mapping[str, float], source: float) -> bool | None:
+    def accepts(self, row: Row, source: float) -> bool | None:
         """Whether the row is the next of the run; None if it was read before, as several ranks may
         print the same.
         """
@@ -117,32 +114,31 @@ class PartialRun:
                 return None
             if before is not None and number > before:
                 return None
-        is_other = abs(row.get("lm_loss", NAN) - self.iterations.last("lm_loss")) > 0
+        is_other = abs(row.get("lm_loss", NAN) - last(self.iterations, "lm_loss")) > 0
         if number == self.iteration and not is_other:
             return None
         return False
 
     def forget(self) -> None:
         """Forget DeepSpeed's own steps, as another dialect reports the iterations."""
-        self.iterations = NumericTable()
+        self.iterations.clear()
         self.dialects.clear()
         self.printed.clear()
         self.rank = NAN
 
-    def add_timers(self, row: dict[str, float]) -> None:
+    def add_timers(self, row: Row) -> None:
         """Add timers in seconds, printed after the last iteration. The last value counts."""
-        if self.timers.last("iteration") == self.iteration:
-            self.timers.change_last(row)
-        else:
-            self.timers.add({"iteration": self.iteration, **row})
+        if last(self.timers, "iteration") != self.iteration:
+            self.timers.append({"iteration": self.iteration})
+        self.timers[-1] |= row
 
-    def add_validation(self, row: Mapping[str, float]) -> None:
+    def add_validation(self, row: Row) -> None:
         """Add an evaluation, which several ranks may print."""
         number = row.get("iteration", self.iteration)
-        if not self.validation.last("iteration") >= number:
-            self.validation.add({"iteration": number, **row})
+        if not last(self.validation, "iteration") >= number:
+            self.validation.append({"iteration": number, **row})
 
-    def add_memory(self, report: Mapping[str, float], rank: float) -> None:
+    def add_memory(self, report: Row, rank: float) -> None:
         """Update the memory of a rank (NaN: unnamed, counts as 0): the current bytes, and the most
         it ever reported.
         """
@@ -177,7 +173,7 @@ class Runs:
         """The current run."""
         return self.all[-1]
 
-    def take(self, row: dict[str, float], dialect: Dialect, line: bytes) -> None:
+    def take(self, row: Row, dialect: Dialect, line: bytes) -> None:
         """Give an iteration of a dialect, all of whose lines were read, to its run."""
         run = self.run
         if dialect.name == STEPS and not row["iteration"]:  # step 0 is printed at start-up
@@ -196,7 +192,7 @@ class Runs:
         if is_drawn and run.dialects.keys() == {dialect.name} and self._repeats(row):
             # drawn again with its loss after that of the one before, by the rank that counts
             if printed_by == run.rank or printed_by != printed_by:
-                run.iterations.change_last(row)
+                run.iterations[-1] |= row
             return
         self.step(row, dialect.name, time_s, line, printed_by)
         if self.run.dialects[dialect.name]:
@@ -205,7 +201,7 @@ class Runs:
             self.run.add_memory(memory, rank(line))
 
     def step(
-        self, row: dict[str, float], dialect: str, time_s: float, line: bytes, source: float = NAN
+        self, row: Row, dialect: str, time_s: float, line: bytes, source: float = NAN
     ) -> None:
         """Add an iteration that the rank or process `source` printed at a time: the next of the
         run, another rank's copy, or the first of another run.
@@ -213,8 +209,8 @@ class Runs:
         run = self.run
         counted = {name for name, rows in run.dialects.items() if rows}
         if dialect == STEPS and counted - {STEPS}:
-            if "skipped_total" in row and "skipped" not in run.iterations:
-                run.iterations.change_last({"skipped_total": row["skipped_total"]})
+            if "skipped_total" in row and "skipped" not in run.iterations[-1]:
+                run.iterations[-1]["skipped_total"] = row["skipped_total"]
             return
         if dialect != STEPS and counted == {STEPS}:
             run.forget()
@@ -227,7 +223,7 @@ class Runs:
                 is_next = None
         if is_next is None:
             run.dialects[dialect] += 0
-            run.iterations.fill(row)  # only the last stage has a loss
+            fill(run.iterations, row)  # only the last stage has a loss
             return
         if not is_next:
             self.begin()
@@ -245,7 +241,7 @@ class Runs:
             require(count < MAX_RUNS, "log", f"{count} runs", "its iterations do not rise")
             self.all.append(PartialRun(follows=True))
 
-    def _repeats(self, row: Mapping[str, float]) -> bool:
+    def _repeats(self, row: Row) -> bool:
         """Whether the row has the number of the last iteration, and no later epoch."""
-        is_later = row.get("epoch", NAN) > self.run.iterations.last("epoch")
+        is_later = row.get("epoch", NAN) > last(self.run.iterations, "epoch")
         return self.run.iteration == row["iteration"] and not is_later

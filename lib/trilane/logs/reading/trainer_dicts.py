@@ -8,7 +8,7 @@ import numpy as np
 
 from trilane.logs.prefixes import NAN
 from trilane.logs.reading.runs import PartialRun, Runs
-from trilane.logs.table import Columns
+from trilane.logs.table import Row, last
 
 DICT = re.compile(rb"\{('[^{}]*)\}")
 ENTRY = re.compile(rb"'(\w+)': '?(?:[\w.]+\()?([-+]?[\w.+-]+)'?")  # also tensor(1.25, device=..)
@@ -27,10 +27,9 @@ OTHER_BAR = re.compile(
     rb"[\w ]{0,40}:\s{0,9}\d{1,3}%\|"
 )
 STEPS = re.compile(rb"'global_step/max_steps': '(\d{1,15})/(\d{1,15})'")  # of ms-swift
-Values = dict[str, float]
 
 
-def bar(line: bytes) -> Values:
+def bar(line: bytes) -> Row:
     """Step, total and elapsed seconds of the progress bar in a line; {} if there is none of the
     training.
     """
@@ -41,11 +40,11 @@ def bar(line: bytes) -> Values:
     return {"step": float(match[1]), "total": float(match[2]), "elapsed": float(passed)}
 
 
-def _dicts(line: bytes) -> list[Values]:
+def _dicts(line: bytes) -> list[Row]:
     """The Trainer's dicts in a line, with its names; a progress bar adds `step` and `total`."""
-    every: list[Values] = []
+    every: list[Row] = []
     for text in DICT.findall(line):
-        values: Values = {}
+        values: Row = {}
         for name, number in ENTRY.findall(text):
             try:
                 values[name.decode()] = float(number)
@@ -65,7 +64,7 @@ class TrainerDicts:
 
     def __init__(self, runs: Runs) -> None:
         self._runs = runs
-        self.bar: Values = {}  # the last one on a line of its own
+        self.bar: Row = {}  # the last one on a line of its own
 
     def read(self, line: bytes) -> None:
         """Read the dicts of a line."""
@@ -76,22 +75,22 @@ class TrainerDicts:
                 run.summary = run.summary or values
                 run.last_line = line
                 continue
-            last = {name: run.iterations.last(column) for name, column in COLUMNS.items()}
-            if "step" not in values and self._is_next(last):
+            before = {name: last(run.iterations, column) for name, column in COLUMNS.items()}
+            if "step" not in values and self._is_next(before):
                 values = values | self.bar
-            if not _is_copy(values, last):
+            if not _is_copy(values, before):
                 row = {column: values[name] for name, column in COLUMNS.items() if name in values}
                 row.setdefault("iteration", NAN)
                 self._runs.step(row, "hf-trainer", values.get("elapsed", NAN), line)
 
-    def _is_next(self, last: Values) -> bool:
+    def _is_next(self, before: Row) -> bool:
         """Whether the bar is of the training, and later than the last dict."""
-        if not self.bar or self.bar["total"] != last["total"] == last["total"]:
+        if not self.bar or self.bar["total"] != before["total"] == before["total"]:
             return False
-        return not self.bar["step"] <= last["step"]
+        return not self.bar["step"] <= before["step"]
 
 
-def _is_copy(values: Values, before: Values) -> bool:
+def _is_copy(values: Row, before: Row) -> bool:
     """Whether a dict is another node's or another reporter's copy of the one before, NaN where that
     lacks a value.
     """
@@ -105,12 +104,12 @@ def _is_copy(values: Values, before: Values) -> bool:
     return bool(shared)
 
 
-def number_iterations(run: PartialRun, columns: Columns) -> None:
+def number_iterations(run: PartialRun) -> None:
     """Number the iterations whose dict had no step by those that have one, if these are equally far
     apart, or where none has one by `logging_steps` of a run from its start; else no iteration has a
     number.
     """
-    number = columns.get("iteration", np.empty(0))
+    number = np.array([row["iteration"] for row in run.iterations])
     at = np.flatnonzero(~np.isnan(number))
     if "hf-trainer" not in run.dialects or len(at) == len(number):
         return
@@ -125,6 +124,7 @@ def number_iterations(run: PartialRun, columns: Columns) -> None:
     is_regular = every >= 1 and every % 1 == 0 and first > 0 and first % every == 0
     if not is_regular or not (steps == number)[at].all():
         steps = np.full(len(number), NAN)
-        if "sec_per_it" in columns:
-            columns["sec_per_it"] = steps
-    columns["iteration"] = steps
+    for row, step in zip(run.iterations, steps.tolist(), strict=True):
+        row["iteration"] = step
+        if step != step:
+            row.pop("sec_per_it", None)
