@@ -200,9 +200,7 @@ class Runs:
         if memory := {column: row[column] for column in MEMORY if column in row}:
             self.run.add_memory(memory, rank(line))
 
-    def step(
-        self, row: Row, dialect: str, time_s: float, line: bytes, source: float = NAN
-    ) -> None:
+    def step(self, row: Row, dialect: str, time_s: float, line: bytes, source: float = NAN) -> None:
         """Add an iteration that the rank or process `source` printed at a time: the next of the
         run, another rank's copy, or the first of another run.
         """
