@@ -101,7 +101,7 @@ HF = {"engine": "hf-zero3", "shape": BLOOM}
 EVEN = "type:transformer|embedding"
 BAD_TOPOLOGIES = [  # fields of the topology, of the plan beside it, and how the line begins
     ({"tp": 0}, {}, "tp=0: must be a whole number of at least 1"),
-    ({"zero": 1}, ZERO | {"run": Run(fused="te")}, "run.fused=te: engine deepspeed-zero has no"),
+    ({"zero": 1}, ZERO | {"run": Run(fused="te")}, "run.fused=te: the engine megatron alone has"),
     (
         {"precision": "fp8"},
         {"cluster": cluster("dgx-h100"), "shape": replace(SMALL, ffn_hidden_size=1000)},
@@ -118,7 +118,7 @@ BAD_TOPOLOGIES = [  # fields of the topology, of the plan beside it, and how the
         {"cluster": cluster("jz-v100-32g")},
         "precision=bf16: V100-32GB has no bf16 matrix units",
     ),
-    ({}, {"run": Run(eval_interval=5, eval_iters=1)}, "eval_interval=5: needs a share"),
+    ({}, {"run": Run(eval_interval=5, eval_iters=1)}, "run.eval_interval=5: needs a share"),
 ]
 
 
@@ -131,7 +131,7 @@ def test_a_topology_or_a_plan_that_cannot_be_is_one_clear_line(topology, rest, m
 
 BAD = [
     (lambda: replace(cluster("jz-a100-80g"), latency_s=math.nan), "cluster.latency_s=nan: must"),
-    (lambda: Data(source="blend"), "data.blend=0: needs source="),
+    (lambda: Data(source="blend"), "data.blend=(): needs source="),
     (lambda: Data(split="949"), "data.split=949: must be shares of"),
     (lambda: Optimizer(lr=-1.0), "lr=-1.0: must be above 0"),
     (lambda: Run(skip="٣-٤"), "skip=٣-٤: must be ranges of iterations from 1 on"),

@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 
 from trilane.config.cluster import cluster
-from trilane.config.engines import unsupported_rule
+from trilane.config.engines import engine_rules
 from trilane.config.model import parse_shape
 from trilane.config.parallelism import (
-    CLUSTER_RULES,
-    SHAPE_RULES,
-    TOPOLOGY_RULES,
     Topology,
+    cluster_rules,
     invalid_reason,
+    shape_rules,
+    size_rules,
 )
 from trilane.costmodel import shipped
 from trilane.costmodel.calibration import Configuration
@@ -59,9 +59,6 @@ def test_plain_loops_see_as_many_topologies_and_refuse_each_by_the_first_rule_th
     the memory.
     """
     shape, counts, engine = parse_shape("40,5120,40,2048,50304"), Counter(), "megatron"
-    rules = [(r, (A100,)) for r in CLUSTER_RULES] + [(r, (shape,)) for r in SHAPE_RULES]
-    rules += [(r, ()) for r in TOPOLOGY_RULES]
-    rules.sort(key=lambda rule: not rule[0].of_sizes)
     names = ("interleaving", "zero", "recompute", "partition", "sequence_parallel", "overlaps")
     for tp, pp in itertools.product((1, 2, 3, 4, 6, 12), repeat=2):
         if 12 % (tp * pp):
@@ -79,9 +76,14 @@ def test_plain_loops_see_as_many_topologies_and_refuse_each_by_the_first_rule_th
             given |= {"precision": "bf16", "overlap_grad_reduce": overlaps > 0}
             given["overlap_param_gather"] = overlaps == 2
             t = SimpleNamespace(**vars(Topology()) | given, gpus=12, microbatches=24 // (mbs * dp))
-            broken = [rule.name for rule, subjects in rules if not rule.holds(t, *subjects)]
-            if not broken and (unsupported := unsupported_rule(engine, shape, t)):
-                broken = [f"{unsupported[0]}: {unsupported[2]}"]
+            rules = itertools.chain(
+                cluster_rules(t, A100),
+                size_rules(t, shape),
+                shape_rules(t, shape),
+                Topology.rules(t),
+                engine_rules(engine, shape, t),
+            )
+            broken = [f"{field}: {rule}" for holds, field, rule in rules if not holds]
             if not broken:
                 case = Configuration(
                     shape=shape, topology=Topology(**given), cluster=A100, engine=engine

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 
-from trilane.config.options import check, option
+from trilane.config.options import Rules, check, option
 from trilane.config.parallelism import Topology
 from trilane.utils.validation import parse_integers, require
 
@@ -52,9 +52,11 @@ class Ramp:
 
     def __post_init__(self) -> None:
         check(self, "ramp.")
-        if self.samples:
-            require(self.start > 0, "ramp.start", self.start, "must be above 0")
-            require(self.increment > 0, "ramp.increment", self.increment, "must be above 0")
+
+    def rules(self) -> Rules:
+        """A ramp needs all three."""
+        yield self.start > 0 or not self.samples, "start", "must be above 0"
+        yield self.increment > 0 or not self.samples, "increment", "must be above 0"
 
     def _starts(self, gbs: int) -> list[tuple[int, int, int]]:
         """Where each batch size begins, the constant one last: iterations done, samples consumed,

@@ -6,7 +6,7 @@ stage.
 """
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
@@ -15,6 +15,7 @@ from typing import Any
 
 from trilane.config.cluster import Cluster
 from trilane.config.model import ModelShape
+from trilane.config.options import Rules, first_broken
 from trilane.config.parallelism import RECOMPUTE, Topology
 from trilane.config.shapes import nearest_family
 
@@ -203,27 +204,17 @@ def unsupported_reason(engine: str, shape: ModelShape, topology: Topology) -> st
     """Why `engine` cannot train `shape` on `topology`, as `field=value: the rule`; None where it
     can.
     """
-    broken = unsupported_rule(engine, shape, topology)
-    return "{}={}: {}".format(*broken) if broken else None
+    return first_broken(engine_rules(engine, shape, topology), topology, shape)
 
 
-def unsupported_rule(
-    engine: str, shape: ModelShape, topology: Topology
-) -> tuple[str, object, str] | None:
-    """Field, value and rule of the first thing that `engine` does not support; batch sizes never
-    matter.
-    """
-    if engine == "hf-zero3" and (misfit := nearest_family(shape).misfit(shape)):
-        field, value, rule = misfit
-        return field, value, f"engine {engine} trains models of transformers: {rule}"
-    for ok, field, rule in _rules(engine, shape, topology):
-        if not ok:
-            return field, getattr(topology, field), f"engine {engine} {rule}"
-    return None
+def engine_rules(engine: str, shape: ModelShape, topology: Any) -> Rules:
+    """What `engine` asks of a topology; batch sizes never matter."""
+    for holds, field, rule in _rules(engine, shape, topology):
+        yield holds, field, f"engine {engine} {rule}"
 
 
-def _rules(engine: str, shape: ModelShape, t: Topology) -> Iterator[tuple[bool, str, str]]:
-    """What an engine asks of a topology: whether it holds, the field and the rule.
+def _rules(engine: str, shape: ModelShape, t: Any) -> Rules:
+    """The rules without the name of the engine.
 
     DeepSpeed 0.19.8 without ZeRO trains wrongly: in half precision the loss was 2e-2 off after 20
     iterations, and each pipeline stage is clipped by its own norm (1.3e-2 off). deepspeed-3d: fp32
@@ -232,6 +223,9 @@ def _rules(engine: str, shape: ModelShape, t: Topology) -> Iterator[tuple[bool, 
     alone has nothing that does not decay. hf-zero3: a model of transformers is one whole, cut by
     ZeRO alone.
     """
+    if engine == "hf-zero3":
+        for holds, field, rule in nearest_family(shape).rules(shape):
+            yield holds, field, f"trains models of transformers: {rule}"
     by_layers = t.recompute != "operators"
     yield by_layers, "recompute", "recomputes whole layers, or attention's core"
     yield not t.offload_checkpoints, "offload_checkpoints", "keeps them on the card"
@@ -274,7 +268,7 @@ def _rules(engine: str, shape: ModelShape, t: Topology) -> Iterator[tuple[bool, 
     yield not t.overlap_param_gather, "overlap_param_gather", rule
 
 
-def _megatron_rules(shape: ModelShape, t: Topology) -> Iterator[tuple[bool, str, str]]:
+def _megatron_rules(shape: ModelShape, t: Any) -> Rules:
     tokens = shape.seq_length // t.cp
     if t.sequence_parallel:
         tokens //= t.tp

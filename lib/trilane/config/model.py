@@ -5,7 +5,7 @@ per iteration.
 from dataclasses import dataclass
 from typing import Any
 
-from trilane.config.options import changed, check, option
+from trilane.config.options import Rules, changed, check, option
 from trilane.utils.tables import Record
 from trilane.utils.validation import parse_integers, require, require_integer
 
@@ -81,23 +81,22 @@ class ModelShape(Record):
 
     def __post_init__(self) -> None:
         check(self)
+        # one shape has one way to be written: what is usual is None
+        if self.num_key_value_heads == self.num_attention_heads:
+            object.__setattr__(self, "num_key_value_heads", None)
+        if self.ffn_hidden_size == self._usual_ffn:
+            object.__setattr__(self, "ffn_hidden_size", None)
+
+    def rules(self) -> Rules:
+        """What several sizes must be to each other."""
         h = self.hidden_size
         heads = self.num_attention_heads
-        kv = self.num_key_value_heads
-        ffn = self.ffn_hidden_size
-        require(h % heads == 0, "num_attention_heads", heads, f"must divide hidden_size={h}")
-        divides = kv is None or heads % kv == 0
-        require(divides, "num_key_value_heads", kv, f"must divide num_attention_heads={heads}")
-        is_wide = ffn is None or ffn >= h
-        require(is_wide, "ffn_hidden_size", ffn, f"must be at least hidden_size={h}")
+        yield h % heads == 0, "num_attention_heads", f"must divide hidden_size={h}"
+        rule = f"must divide num_attention_heads={heads}"
+        yield heads % self.kv_heads == 0, "num_key_value_heads", rule
+        yield self.ffn >= h, "ffn_hidden_size", f"must be at least hidden_size={h}"
         rule = f"rotary positions turn pairs of channels, a head has {self.head_dim}"
-        turns = self.positions != "rotary" or self.head_dim % 2 == 0
-        require(turns, "num_attention_heads", heads, rule)
-        # one shape has one way to be written: what is usual is None
-        if kv == heads:
-            object.__setattr__(self, "num_key_value_heads", None)
-        if ffn == self._usual_ffn:
-            object.__setattr__(self, "ffn_hidden_size", None)
+        yield self.positions != "rotary" or self.head_dim % 2 == 0, "num_attention_heads", rule
 
     @property
     def _usual_ffn(self) -> int:

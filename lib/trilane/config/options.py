@@ -5,7 +5,7 @@ Megatron name.
 import dataclasses
 import functools
 import operator
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from trilane.utils.validation import (
@@ -15,8 +15,11 @@ from trilane.utils.validation import (
     require,
     require_integer,
     require_known,
+    shown,
 )
 
+# whether it holds (an array for arrays of mbs and gbs), the field to blame, the rule
+Rules = Iterable[tuple[Any, str, str]]
 NUMBERS: dict[Any, type] = {int: int, int | None: int, float: float, float | None: float}
 YES_OR_NO = ("no", "yes")
 BOUNDS = (
@@ -47,13 +50,26 @@ def option(default: Any = dataclasses.MISSING, help: str = "", **facts: Any) -> 
 
 
 def check(values: Any, prefix: str = "") -> None:
-    """Raise ValueError for the first field of a dataclass that breaks its rule; None is a value
-    that was left out.
+    """Raise ValueError for the first field of a dataclass that breaks its rule, or one of its
+    rules() of several fields; None is a value that was left out.
     """
     for name, (kind, rule) in _rules(values.__class__).items():
         value = getattr(values, name)
         if value is not None:
             check_value(prefix + name, value, kind, rule)
+    if hasattr(values, "rules") and (reason := first_broken(values.rules(), values)):
+        raise ValueError(prefix + reason)
+
+
+def first_broken(rules: Rules, *subjects: Any) -> str | None:
+    """`field=value: the rule` of the first that does not hold, with the value that the first of the
+    subjects with such a field has; None where all hold.
+    """
+    for holds, field, rule in rules:
+        if not holds:
+            owner = next(s for s in subjects if hasattr(s, field.partition(".")[0]))
+            return f"{field}={shown(operator.attrgetter(field)(owner))}: {rule}"
+    return None
 
 
 def check_field(kind: type, name: str, value: Any) -> None:

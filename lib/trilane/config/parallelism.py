@@ -2,51 +2,18 @@
 the cluster.
 """
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
+from itertools import chain
 from typing import Any
 
 from trilane.config.cluster import PRECISIONS, Cluster
 from trilane.config.model import ModelShape
-from trilane.config.options import changed, check, option
+from trilane.config.options import Rules, changed, check, first_broken, option
 from trilane.utils.tables import Record
+from trilane.utils.validation import require
 
 # GPUs along an axis, sequences of a batch; with the largest shape, products stay below 2^63
 LARGEST = 1 << 20
-
-
-@dataclass(frozen=True)
-class Rule:
-    """What a topology must obey. `holds` takes anything with a Topology's fields, also with arrays
-    as mbs and gbs.
-
-    field   the field to blame
-    text    the rule, the same for every topology: searches count what they refuse by it
-    holds   true (or an array) where the rule holds; it gets the topology, and the shape or cluster
-    of_sizes  true where tp, pp and dp alone decide: one look refuses everything else
-    """
-
-    field: str
-    text: str
-    holds: Callable[..., Any]
-    of_sizes: bool = False
-
-    @property
-    def name(self) -> str:
-        """The rule with the field that it is about."""
-        return f"{self.field}: {self.text}"
-
-    def message(self, topology: Any) -> str:
-        """`field=value: the rule` of one topology that breaks it."""
-        return f"{self.field}={getattr(topology, self.field)}: {self.text}"
-
-
-def first_broken(rules: Sequence[Rule], *subjects: Any) -> str | None:
-    """The message of the first rule that one topology breaks, or None."""
-    for rule in rules:
-        if not rule.holds(*subjects):
-            return rule.message(subjects[0])
-    return None
 
 
 def _size(help: str, minimum: int = 1, **facts: Any) -> Any:
@@ -192,8 +159,33 @@ class Topology(Record):
 
     def __post_init__(self) -> None:
         check(self)
-        if reason := first_broken(TOPOLOGY_RULES, self):
-            raise ValueError(reason)
+        is_whole = self.gbs % (self.mbs * self.dp) == 0
+        require(is_whole, "gbs", self.gbs, "must be a multiple of mbs x dp")
+
+    def rules(self) -> Rules:
+        """What no topology can be, whatever the model and the machine."""
+        t = self
+        yield t.tp > 1 or not t.sequence_parallel, "sequence_parallel", "needs tp > 1"
+        yield t.zero > 0 or t.offload == "none", "offload", "needs ZeRO stage 1 or more"
+        rule = "parameters can be offloaded by ZeRO-3 only"
+        yield t.zero == 3 or t.offload != "full", "offload", rule
+        is_full = t.recompute == "full"
+        yield is_full or not t.offload_checkpoints, "offload_checkpoints", "needs recompute full"
+        yield t.pp > 1 or t.interleaving == 1, "interleaving", "needs pp > 1"
+        yield t.pp > 1 or not t.first_stage_layers, "first_stage_layers", "needs pp > 1"
+        yield t.pp > 1 or not t.last_stage_layers, "last_stage_layers", "needs pp > 1"
+        is_named = t.first_stage_layers > 0 or t.last_stage_layers > 0
+        rule = "contradicts a number of layers for the first or the last stage"
+        yield t.partition == "uniform" or not is_named, "partition", rule
+        gathers = t.zero == 1 and t.overlap_grad_reduce
+        rule = "needs ZeRO stage 1 and overlap_grad_reduce"
+        yield gathers or not t.overlap_param_gather, "overlap_param_gather", rule
+        rule = "needs sequence_parallel"
+        yield t.sequence_parallel or not t.overlap_tp, "overlap_tp", rule
+        rule = "needs recompute block, and block at least 1"
+        yield (t.recompute == "block") == (t.recompute_layers > 0), "recompute_layers", rule
+        yield t.zero > 0 or not t.shards, "shards", "needs ZeRO stage 1 or more"
+        yield not t.shards or t.dp * t.cp % t.shards == 0, "shards", "must divide dp x cp"
 
     @property
     def gpus(self) -> int:
@@ -234,161 +226,55 @@ def invalid_reason(
     """Why `shape` cannot run on `topology` (on `cluster`, where given), as `field=value: the rule`;
     or None.
     """
-    reason = first_broken(SHAPE_RULES, topology, shape)
-    if not reason and cluster:
-        reason = first_broken(CLUSTER_RULES, topology, cluster)
-    return reason
+    of_cluster = cluster_rules(topology, cluster) if cluster else ()
+    rules = chain(size_rules(topology, shape), shape_rules(topology, shape), of_cluster)
+    return first_broken(rules, topology)
 
 
-def _shares_layers(t: Any, shape: ModelShape) -> bool:
-    """Whether the model chunks of the stages without a number of layers by name share the others
-    evenly.
+def size_rules(t: Any, shape: ModelShape) -> Rules:
+    """What a model asks of tp alone. Here and below `t` is anything with a Topology's fields, also
+    with arrays as mbs and gbs.
     """
-    named = [n for n in (t.first_stage_layers, t.last_stage_layers) if n]
-    units = shape.num_layers + (0 if t.partition == "uniform" else 2)
-    chunks = (t.pp - len(named)) * t.interleaving
-    layers = units - sum(named)
-    if chunks:
-        return layers % chunks == 0 < layers
-    return layers == 0
+    for size in ("num_attention_heads", "vocab_size", "hidden_size", "ffn"):
+        yield getattr(shape, size) % t.tp == 0, "tp", f"must divide {size}"
+    heads = shape.kv_heads
+    rule = "must divide the heads of keys and values, or be a multiple of them"
+    yield heads % t.tp == 0 or t.tp % heads == 0, "tp", rule
+    channels = shape.hidden_size + 2 * heads * shape.head_dim
+    yield channels % t.tp == 0, "tp", "must divide the channels of queries, keys and values"
 
 
-def _tp_divides(size: str) -> Rule:
-    """The rule that tp must divide that size of the shape."""
-    return Rule(
-        "tp",
-        f"must divide {size}",
-        lambda t, s: getattr(s, size) % t.tp == 0,
-        of_sizes=True,
-    )
+def shape_rules(t: Any, shape: ModelShape) -> Rules:
+    """What else a model asks of a topology."""
+    rule = "must divide seq_length into two halves a rank"
+    yield t.cp == 1 or shape.seq_length % (2 * t.cp) == 0, "cp", rule
+    rule = "must divide seq_length where sequences are parallel"
+    yield not t.sequence_parallel or shape.seq_length % t.tp == 0, "tp", rule
+    first = t.first_stage_layers
+    last = t.last_stage_layers
+    # the model chunks of the stages without a number of layers by name share the others
+    chunks = (t.pp - (first > 0) - (last > 0)) * t.interleaving
+    layers = shape.num_layers + (0 if t.partition == "uniform" else 2) - first - last
+    shares = layers % chunks == 0 < layers if chunks else layers == 0
+    yield shares, "pp", "stages (times interleaving) must share the layers evenly"
+    rule = "must divide a number of layers for the first or the last stage"
+    yield first % t.interleaving == last % t.interleaving == 0, "interleaving", rule
+    rule = "must not exceed num_layers"
+    yield t.recompute_layers <= shape.num_layers, "recompute_layers", rule
+    rule = "interleaving needs microbatches % pp == 0"
+    yield t.interleaving == 1 or t.microbatches % t.pp == 0, "gbs", rule
 
 
-def _spans_nodes(tp: int, cluster: Cluster) -> bool:
-    """Whether a tensor-parallel group fills whole nodes whose network is at least half as fast as
-    their bus.
+def cluster_rules(t: Any, cluster: Cluster) -> Rules:
+    """What a cluster asks of a topology.
 
-    Such a group has the network to itself. On a slower one it waits for it most of the time: nine
-    tenths of it with TP 16 on V100 nodes with one 100 Gb/s card (Oneflow-Inc/DLPerf,
-    Megatron-LM/README.md).
+    A tensor-parallel group may fill whole nodes whose network is at least half as fast as their
+    bus: it has the network to itself. On a slower one it waits for it most of the time: nine tenths
+    of it with TP 16 on V100 nodes with one 100 Gb/s card (Oneflow-Inc/DLPerf,
+    Megatron-LM/README.md). A plan may break this rule, where somebody measures what that costs.
     """
+    yield t.gpus <= cluster.max_gpus, "gpus", "must not exceed the cluster"
+    node = cluster.gpus_per_node
     is_fast = 2 * cluster.network_bytes_per_s >= cluster.node_bytes_per_s
-    return is_fast and tp % cluster.gpus_per_node == 0
-
-
-# What no topology can be, whatever the model and the machine.
-TOPOLOGY_RULES = (
-    Rule(
-        "gbs",
-        "must be a multiple of mbs x dp",
-        lambda t: t.gbs % (t.mbs * t.dp) == 0,
-    ),
-    Rule("sequence_parallel", "needs tp > 1", lambda t: t.tp > 1 or not t.sequence_parallel),
-    Rule("offload", "needs ZeRO stage 1 or more", lambda t: t.zero > 0 or t.offload == "none"),
-    Rule(
-        "offload",
-        "parameters can be offloaded by ZeRO-3 only",
-        lambda t: t.zero == 3 or t.offload != "full",
-    ),
-    Rule(
-        "offload_checkpoints",
-        "needs recompute full",
-        lambda t: t.recompute == "full" or not t.offload_checkpoints,
-    ),
-    Rule("interleaving", "needs pp > 1", lambda t: t.pp > 1 or t.interleaving == 1),
-    Rule("first_stage_layers", "needs pp > 1", lambda t: t.pp > 1 or not t.first_stage_layers),
-    Rule("last_stage_layers", "needs pp > 1", lambda t: t.pp > 1 or not t.last_stage_layers),
-    Rule(
-        "partition",
-        "contradicts a number of layers for the first or the last stage",
-        lambda t: t.partition == "uniform" or not (t.first_stage_layers or t.last_stage_layers),
-    ),
-    Rule(
-        "overlap_param_gather",
-        "needs ZeRO stage 1 and overlap_grad_reduce",
-        lambda t: (t.zero == 1 and t.overlap_grad_reduce) or not t.overlap_param_gather,
-    ),
-    Rule(
-        "overlap_tp", "needs sequence_parallel", lambda t: t.sequence_parallel or not t.overlap_tp
-    ),
-    Rule(
-        "recompute_layers",
-        "needs recompute block, and block at least 1",
-        lambda t: (t.recompute == "block") == (t.recompute_layers > 0),
-    ),
-    Rule("shards", "needs ZeRO stage 1 or more", lambda t: t.zero > 0 or not t.shards),
-    Rule(
-        "shards",
-        "must divide dp x cp",
-        lambda t: not t.shards or t.dp * t.cp % t.shards == 0,
-    ),
-)
-
-# What a model asks of a topology.
-SHAPE_RULES = (
-    _tp_divides("num_attention_heads"),
-    _tp_divides("vocab_size"),
-    _tp_divides("hidden_size"),
-    _tp_divides("ffn"),
-    Rule(
-        "tp",
-        "must divide the heads of keys and values, or be a multiple of them",
-        lambda t, s: s.kv_heads % t.tp == 0 or t.tp % s.kv_heads == 0,
-        of_sizes=True,
-    ),
-    Rule(
-        "tp",
-        "must divide the channels of queries, keys and values",
-        lambda t, s: (s.hidden_size + 2 * s.kv_heads * s.head_dim) % t.tp == 0,
-        of_sizes=True,
-    ),
-    Rule(
-        "cp",
-        "must divide seq_length into two halves a rank",
-        lambda t, s: t.cp == 1 or s.seq_length % (2 * t.cp) == 0,
-    ),
-    Rule(
-        "tp",
-        "must divide seq_length where sequences are parallel",
-        lambda t, s: not t.sequence_parallel or s.seq_length % t.tp == 0,
-    ),
-    Rule(
-        "pp",
-        "stages (times interleaving) must share the layers evenly",
-        _shares_layers,
-    ),
-    Rule(
-        "interleaving",
-        "must divide a number of layers for the first or the last stage",
-        lambda t, s: (
-            not (t.first_stage_layers % t.interleaving or t.last_stage_layers % t.interleaving)
-        ),
-    ),
-    Rule(
-        "recompute_layers",
-        "must not exceed num_layers",
-        lambda t, s: t.recompute_layers <= s.num_layers,
-    ),
-    Rule(
-        "gbs",
-        "interleaving needs microbatches % pp == 0",
-        lambda t, s: t.interleaving == 1 or t.microbatches % t.pp == 0,
-    ),
-)
-
-# What a cluster asks of a topology; a plan may break them, where somebody measures what that costs.
-CLUSTER_RULES = (
-    Rule(
-        "gpus",
-        "must not exceed the cluster",
-        lambda t, c: t.gpus <= c.max_gpus,
-        of_sizes=True,
-    ),
-    Rule(
-        "tp",
-        "a tensor-parallel group must stay inside a node",
-        lambda t, c: (
-            c.gpus_per_node % t.tp == 0 or t.gpus <= c.gpus_per_node or _spans_nodes(t.tp, c)
-        ),
-        of_sizes=True,
-    ),
-)
+    fits = node % t.tp == 0 or t.gpus <= node or (is_fast and t.tp % node == 0)
+    yield fits, "tp", "a tensor-parallel group must stay inside a node"

@@ -14,8 +14,8 @@ from trilane.config.cluster import Cluster
 from trilane.config.engines import ENGINES, drops_hidden, sums_in_fp32, unsupported_reason
 from trilane.config.layer import Layer, read_layer
 from trilane.config.model import ModelShape
-from trilane.config.options import changed, check, option
-from trilane.config.parallelism import CLUSTER_RULES, Topology, first_broken, invalid_reason
+from trilane.config.options import Rules, changed, check, option
+from trilane.config.parallelism import Topology, invalid_reason
 from trilane.config.training import Data, Dropout, Optimizer, Run, inside
 from trilane.utils.tables import Record
 from trilane.utils.validation import from_mapping, read_json, require, require_label, to_mapping
@@ -73,43 +73,42 @@ class Plan(Record):
         check(self)
         t = self.topology
         reason = unsupported_reason(self.engine, self.shape, t) or invalid_reason(self.shape, t)
-        # groups over two nodes are allowed: slow, but legal
-        reason = reason or first_broken(CLUSTER_RULES[:1], t, self.cluster)
         if reason:
             raise ValueError(reason)
         self.cluster.gpu.flops_per_s(t.precision)
-        self._check_layers()
         run = self.run
         # sizes count that this plan itself trains: its part of a chain may be what no other number
         # of replicas can
         phases = run.ramp.between(t.gbs, run.start_iteration, run.goal)
         run.ramp.require_whole(t, {phase.gbs for phase in phases})
-        kept = self.calibration
-        ok = kept is None
-        if isinstance(kept, Mapping):
-            ok = {"name", "hash", "constants"} <= set(kept) and isinstance(kept["name"], str)
-        require(ok, "calibration", str(kept)[:40], "must hold name, hash and constants")
-        rule = f"means more samples than {MOST_SAMPLES:,}, which can be put in an order"
-        require(self.samples <= MOST_SAMPLES, "train_iters", run.train_iters, rule)
-        require(self.validation_samples <= MOST_SAMPLES, "eval_iters", run.eval_iters, rule)
-        rule = "needs a share for validation in data.split, such as 949,50,1"
-        validates = self.data.shares[1] > 0
-        require(validates or not run.eval_interval, "eval_interval", run.eval_interval, rule)
 
-    def _check_layers(self) -> None:
-        is_megatron = self.engine == "megatron"
+    def rules(self) -> Rules:
+        """What its parts ask of each other."""
         t = self.topology
-        rule = f"engine {self.engine} trains no layer of your own, `megatron` does"
-        require(is_megatron or not self.layer, "layer", self.layer, rule)
-        rule = f"engine {self.engine} has no Transformer Engine"
-        require(is_megatron or self.run.fused != "te", "run.fused", "te", rule)
+        run = self.run
+        # groups over two nodes are allowed: slow, but legal
+        yield t.gpus <= self.cluster.max_gpus, "topology.gpus", "must not exceed the cluster"
+        is_megatron = self.engine == "megatron"
+        yield is_megatron or not self.layer, "layer", "the engine megatron alone trains one"
+        rule = "the engine megatron alone has Transformer Engine"
+        yield is_megatron or run.fused != "te", "run.fused", rule
         # others have messages, or generators to rewind, between the operations of a layer
         plain = is_megatron and t.tp == t.cp == 1 and not self.dropout.attention and not self.layer
         rule = "compiles megatron's own layers with tp=1, cp=1 and no attention dropout"
-        require(plain or self.run.fused != "layer", "run.fused", "layer", rule)
+        yield plain or run.fused != "layer", "run.fused", rule
         drops = drops_hidden(self.engine, self.shape)
         rule = "engine hf-zero3 drops hidden values in GPT-2 alone"
-        require(drops or not self.dropout.hidden, "dropout.hidden", self.dropout.hidden, rule)
+        yield drops or not self.dropout.hidden, "dropout.hidden", rule
+        ok = self.calibration is None
+        if isinstance(self.calibration, Mapping):
+            ok = {"name", "hash", "constants"} <= set(self.calibration)
+        yield ok, "calibration", "must hold name, hash and constants"
+        rule = f"means more samples than {MOST_SAMPLES:,}, which can be put in an order"
+        yield self.samples <= MOST_SAMPLES, "run.train_iters", rule
+        yield self.validation_samples <= MOST_SAMPLES, "run.eval_iters", rule
+        rule = "needs a share for validation in data.split, such as 949,50,1"
+        validates = self.data.shares[1] > 0
+        yield validates or not run.eval_interval, "run.eval_interval", rule
 
     @property
     def id(self) -> str:

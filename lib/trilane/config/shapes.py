@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from trilane.config.model import ModelShape, padded_vocab_size, parse_shape
+from trilane.config.options import Rules, first_broken
 from trilane.utils.validation import (
     from_mapping,
     read_object,
@@ -111,7 +112,6 @@ class Family:
     fields       field of a shape -> the values that such models have, each with
                  the keys that a configuration has then
     sizes        field or property of a shape -> key of the configuration
-    settings     other keys that decide what is computed, at transformers' defaults
     dropout      key of the configuration -> field of a plan's dropout
     names        canonical name, without the layer, `.weight` and `.bias` -> theirs; several for
                  parts that are apart
@@ -126,24 +126,18 @@ class Family:
     sizes: Mapping[str, str]
     names: Mapping[str, str]
     dropout: Mapping[str, str]
-    settings: Mapping[str, object] = dataclasses.field(default_factory=dict)
     by_group: bool = False
     transposed: bool = False
 
-    def misfit(self, shape: ModelShape) -> tuple[str, object, str] | None:
-        """The first field in which such models are unlike `shape`, its value and the rule; None
-        where none is.
-        """
+    def rules(self, shape: ModelShape) -> Rules:
+        """Which fields of `shape` such models have."""
         for name, keys_of in self.fields.items():
-            value = getattr(shape, name)
-            if value not in keys_of:
-                return name, value, f"{self.model} has {', '.join(map(str, keys_of))}"
-        return None
+            rule = f"{self.model} has {', '.join(map(str, keys_of))}"
+            yield getattr(shape, name) in keys_of, name, rule
 
     def config(self, shape: ModelShape) -> dict[str, Any]:
         """The configuration of a model of that shape for from_pretrained; without dropout."""
         values: dict[str, Any] = {"architectures": [self.model], "torch_dtype": "float32"}
-        values.update(self.settings)
         values.update(dict.fromkeys(self.dropout, 0.0))
         for name, keys_of in self.fields.items():
             values.update(keys_of[getattr(shape, name)])
@@ -177,7 +171,7 @@ def _family(kind: str) -> Family:
 
 def nearest_family(shape: ModelShape) -> Family:
     """The family with the positions of `shape`, or with biases of queries, keys and values alone;
-    its misfit() says whether it has the shape.
+    its rules() say whether it has the shape.
     """
     return _family("qwen2" if shape.biases == "qkv" else BY_POSITIONS[shape.positions])
 
@@ -185,6 +179,6 @@ def nearest_family(shape: ModelShape) -> Family:
 def family_of(shape: ModelShape) -> Family:
     """The family that has `shape`; ValueError that names the first field in which it differs."""
     family = nearest_family(shape)
-    if misfit := family.misfit(shape):
-        require(False, *misfit)
+    if reason := first_broken(family.rules(shape), shape):
+        raise ValueError(reason)
     return family

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from trilane.config.batch_rampup import Ramp
-from trilane.config.options import check, option
+from trilane.config.options import Rules, check, option
 from trilane.utils.validation import require, require_path, require_positive
 
 Ranges = tuple[tuple[int, int], ...]  # (first, last) of each, both left out
@@ -51,14 +51,17 @@ class Data:
     def __post_init__(self) -> None:
         for name in ("source", "tokenizer", "folder"):
             require_path(f"data.{name}", getattr(self, name))
+        check(self, "data.")
+
+    def rules(self) -> Rules:
+        """Of the split and the blend."""
         share = r" *[0-9]{1,9}(\.[0-9]{1,9})? *"
         ok = not self.split or re.fullmatch(f"{share}(,{share}){{1,2}}", self.split) is not None
         rule = 'must be shares of training (above 0), validation and test, such as "949,50,1"'
-        ok = ok and float((self.split or "1").split(",")[0]) > 0
-        require(ok, "data.split", self.split, rule)
+        yield ok and float((self.split or "1").split(",")[0]) > 0, "split", rule
         count = len(self.blend)
         ok = count > 1 if self.source == "blend" else count == 0
-        require(ok, "data.blend", count, 'needs source="blend" and at least two sources')
+        yield ok, "blend", 'needs source="blend" and at least two sources'
 
     @property
     def parts(self) -> list["Data"]:
@@ -111,7 +114,10 @@ class Optimizer:
 
     def __post_init__(self) -> None:
         check(self)
-        require(self.min_lr <= self.lr, "min_lr", self.min_lr, f"must be at most lr={self.lr}")
+
+    def rules(self) -> Rules:
+        """The cosine falls."""
+        yield self.min_lr <= self.lr, "min_lr", f"must be at most lr={self.lr}"
 
     def learning_rate(self, samples: int, total_samples: int) -> float:
         """The rate of the iteration that ends at `samples` consumed, of `total_samples` in the run.
@@ -198,16 +204,17 @@ class Run:
     def __post_init__(self) -> None:
         check(self)
         require_path("load", self.load)
+
+    def rules(self) -> Rules:
+        """Of the run's beginning and end, its evaluations and skips."""
         start = self.start_iteration
         rule = f"must lie between start_iteration={start} and train_iters={self.train_iters}"
-        ok = start < self.goal <= self.train_iters
-        require(ok, "exit_iteration", self.exit_iteration, rule)
-        require(not start or bool(self.load), "start_iteration", start, "needs load")
-        rule = f"needs eval_interval, which is {self.eval_interval}, or neither"
+        yield start < self.goal <= self.train_iters, "exit_iteration", rule
+        yield not start or self.load, "start_iteration", "needs load"
         both = (self.eval_interval > 0) == (self.eval_iters > 0)
-        require(both, "eval_iters", self.eval_iters, rule)
-        saves = not inside(self.skipped, self.goal)
-        require(saves, "skip", self.skip, f"holds exit_iteration={self.goal}, which saves")
+        yield both, "eval_iters", "needs eval_interval, or neither"
+        rule = f"holds the last iteration, {self.goal}, which saves"
+        yield not inside(self.skipped, self.goal), "skip", rule
 
     @property
     def skipped(self) -> Ranges:

@@ -5,15 +5,16 @@ import dataclasses
 import functools
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from trilane.config.cluster import Cluster
-from trilane.config.engines import ENGINES, label_of, unsupported_rule
+from trilane.config.engines import ENGINES, engine_rules, label_of
 from trilane.config.model import ModelShape
-from trilane.config.parallelism import CLUSTER_RULES, SHAPE_RULES, TOPOLOGY_RULES, Rule
+from trilane.config.parallelism import Topology, cluster_rules, shape_rules, size_rules
 from trilane.config.plan import Plan
 from trilane.config.shapes import read_shape
 from trilane.costmodel.calibration import Calibration
@@ -83,21 +84,6 @@ class _Search:
         self.safe = list[Row]()
         self.risky = list[Row]()
         self.front = list[Row]()
-        # one look at tp, pp and dp refuses all batch sizes and choices
-        self.size_rules = list[tuple[Rule, tuple[Any, ...]]]()
-        self.rules = list[tuple[Rule, tuple[Any, ...]]]()
-        for rule in (*CLUSTER_RULES, *SHAPE_RULES, *TOPOLOGY_RULES):
-            subjects: tuple[Any, ...] = ()
-            if rule in CLUSTER_RULES:
-                subjects = (cluster,)
-            elif rule in SHAPE_RULES:
-                subjects = (shape,)
-            elif rule.field == "gbs":  # Space.batches() has multiples of mbs x dp alone
-                continue
-            if rule.of_sizes:
-                self.size_rules.append((rule, subjects))
-            else:
-                self.rules.append((rule, subjects))
         self.columns = columns_of(shape, space.fixed, space.engine)
         self.memory = memory_for(calibration, space.engine, cluster)
         self.points = functools.cache(space.points)
@@ -111,30 +97,30 @@ class _Search:
         """
         keep = True
         left = len(block.mbs)
-        for rule, subjects in self.rules:
-            holds = rule.holds(block, *subjects)
+        of_topology = chain(shape_rules(block, self.shape), Topology.rules(block))
+        of_engine = engine_rules(self.space.engine, self.shape, block)
+        for holds, field, rule in chain(of_topology, of_engine):
             if holds is True:  # most often: a rule that no batch size breaks
                 continue
             keep = keep & holds
             before = left
             left = int(np.count_nonzero(keep))
-            self.refused[rule.name] += before - left
+            self.refused[f"{field}: {rule}"] += before - left
             if not left:
                 return False
-        broken = unsupported_rule(self.space.engine, self.shape, block)
-        if broken:
-            self.refused[f"{broken[0]}: {broken[2]}"] += left
-            return False
         return keep
 
     def broken_by_sizes(self, topologies: Any) -> str:
-        """The first rule by which tp, pp and dp alone are refused, "" where there is none."""
-        for rule, subjects in self.size_rules:
-            if not rule.holds(topologies, *subjects):
-                return rule.name
-        broken = unsupported_rule(self.space.engine, self.shape, topologies)
-        if broken and broken[0] in SIZES:
-            return f"{broken[0]}: {broken[2]}"
+        """The first rule by which tp, pp and dp alone are refused, "" where there is none: one look
+        refuses all batch sizes and choices.
+        """
+        of_cluster = cluster_rules(topologies, self.cluster)
+        for holds, field, rule in chain(of_cluster, size_rules(topologies, self.shape)):
+            if not holds:
+                return f"{field}: {rule}"
+        for holds, field, rule in engine_rules(self.space.engine, self.shape, topologies):
+            if not holds:
+                return f"{field}: {rule}" if field in SIZES else ""
         return ""
 
     def blocks(self, sizes: ParallelSizes) -> Iterator[Block]:

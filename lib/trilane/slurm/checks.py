@@ -10,7 +10,7 @@ from pathlib import Path
 
 from trilane.config.cluster import Cluster
 from trilane.config.engines import require_trainable
-from trilane.config.parallelism import CLUSTER_RULES
+from trilane.config.parallelism import cluster_rules
 from trilane.config.plan import Plan
 from trilane.costmodel.predict import IMPOSSIBLE, Prediction, predict
 from trilane.costmodel.trace import trace_of
@@ -129,10 +129,10 @@ def nodes(job: JobCheck) -> Findings:
         message += f"but {job.site.name} has {width} x {here.gpu.name}"
         remedy = f"search again with --cluster {here.name}, or choose another site"
         yield refusal("cluster", message, remedy)
-    for rule in CLUSTER_RULES:
-        if not rule.holds(topology, here):
+    for holds, field, rule in cluster_rules(topology, here):
+        if not holds:
             remedy = "another topology, or fewer GPUs"
-            yield refusal(rule.field, rule.message(topology), remedy)
+            yield refusal(field, f"{field}={getattr(topology, field)}: {rule}", remedy)
 
 
 def limits(job: JobCheck) -> Findings:
