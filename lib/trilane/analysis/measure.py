@@ -138,7 +138,7 @@ class Measurement(Record):
         names = ["dialect", "status", "evidence", "rank", "hosts", "collectives", "exclude"]
         names += ["arguments", "first_iteration", "last_iteration", "problems"]
         values = {name: getattr(self.log, name) for name in names}
-        notes = [*self.log.own, *self.log.notes, self.config.note]
+        notes = [*self.log.notes, self.config.note]
         values |= {
             "file": self.log.source,
             "iterations": len(self.log.iterations),

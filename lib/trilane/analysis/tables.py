@@ -69,7 +69,7 @@ def _row(run: Measurement, source: str) -> dict[str, Any]:
     if not run.config.gpus:  # then a degree of one is only a default
         row |= {name: math.nan for name in ("dp", "tp", "pp") if row[name] == 1}
     notes = [source, run.note]
-    causes = list(log.own)
+    causes = list(log.notes)
     if run.status is not Status.COMPLETED:
         notes.insert(1, run.status)
         causes = [log.evidence, *log.collectives, *causes]
@@ -150,7 +150,7 @@ def parse_text(runs: Sequence[Measurement]) -> str:
         lines.append(f"{row['source']}: {log.status} ({log.dialect})")
         cells = {head: cell(key, row[key]) for head, key in PARSED.items()}
         facts = [f"{head} {text}" for head, text in cells.items() if text]
-        details = [", ".join(facts), log.evidence, *log.collectives, *log.own]
+        details = [", ".join(facts), log.evidence, *log.collectives, *log.notes]
         details += [f"problem: {problem}" for problem in log.problems[:PROBLEMS]]
         lines += [f"  {detail}" for detail in details if detail]
     return "\n".join(lines)

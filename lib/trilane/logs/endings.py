@@ -3,14 +3,13 @@ run itself.
 """
 
 import re
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from enum import IntEnum
 from functools import cache
 
-from trilane.logs.places import place_of
+from trilane.logs.places import Place, place_of
 from trilane.utils.tables import printable
 from trilane.utils.validation import shipped_json
-from trilane.workspace.place import Place
 from trilane.workspace.status import Status
 
 # what launchers put before a message, one after the other: numbers, and pdsh the node
@@ -26,6 +25,7 @@ RETRIES = re.compile(
 EXCEPTION = re.compile(LEAD + rb"(?=[A-Z]\w*?[a-z])\w++(?::|\s*$)")
 MAX_LINE = 1 << 14  # bytes; a longer line is no message
 MAX_HOSTS = 256  # of an ending
+MAX_TEXT = 600  # characters
 # iterations after which a message was no end: SLURM's jobs print on for 30 s; the rank that prints
 # iterations may lag by one
 LATE_SCHEDULER = 1000
@@ -58,16 +58,15 @@ class Ending:
     status: Status
     evidence: str
     rows: int
-    place: Place = field(default_factory=Place)
-    hosts: tuple[str, ...] = ()
-    in_traceback: bool = False
+    place: Place
+    hosts: tuple[str, ...]
 
     @property
     def ends_program(self) -> bool:
-        """Whether it proves that a program ended, even after the planned end: a traceback, or a
-        line of what started the program.
+        """Whether it proves that a program ended, even after the planned end: a line of what
+        started the program.
         """
-        return self.in_traceback or self.level in (Level.SCHEDULER, Level.OUTSIDE, Level.WRAPPER)
+        return self.level in (Level.SCHEDULER, Level.OUTSIDE, Level.WRAPPER)
 
     @property
     def blames_node(self) -> bool:
@@ -79,29 +78,17 @@ class Ending:
         return self.status in (Status.GPU_ERROR, Status.NODE_FAILURE)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Rule:
-    """A line that holds one of the words and matches the pattern is of that level and status."""
-
-    words: list[bytes]  # cheaper to look for than a pattern
-    pattern: re.Pattern[bytes]
-    level: Level
-    status: Status
-
-
 @cache
-def rules() -> list[Rule]:
-    """The rules of data/endings.json, of which the first that a line matches counts."""
+def rules() -> list[tuple[list[bytes], re.Pattern[bytes], Level, Status]]:
+    """The rules of data/endings.json, of which the first that a line matches counts: a line that
+    holds one of the words and matches the pattern is of that level and status.
+    """
     every = []
     for row in shipped_json("endings"):
         pattern = "|".join(row["patterns"]).encode().replace(b"<LEAD>", LEAD)
-        rule = Rule(
-            words=row["words"].encode().split(),
-            pattern=re.compile(pattern),
-            level=Level[row["level"].upper()],
-            status=Status(row["status"]),
-        )
-        every.append(rule)
+        words = row["words"].encode().split()  # cheaper to look for than a pattern
+        level = Level[row["level"].upper()]
+        every.append((words, re.compile(pattern), level, Status(row["status"])))
     return every
 
 
@@ -110,13 +97,11 @@ def ending(line: bytes, rows: int) -> Ending | None:
     line = line[:MAX_LINE]
     if b"NCCL INFO" in line:
         return None
-    for rule in rules():
-        if not any(word in line for word in rule.words):
-            continue
-        if rule.pattern.search(line):
-            if rule.level in OF_PROGRAM and RETRIES.search(line):
+    for words, pattern, level, status in rules():
+        if any(word in line for word in words) and pattern.search(line):
+            if level in OF_PROGRAM and RETRIES.search(line):
                 return None  # the program tries again
-            return reported(rule.level, rule.status, line, rows)
+            return reported(level, status, line, rows)
     return None
 
 
@@ -140,7 +125,6 @@ def reported(level: Level, status: Status, line: bytes, rows: int) -> Ending:
 
 def joined(first: Ending, later: Ending) -> Ending:
     """The first of two endings of one kind; where nodes are at fault, with those of both."""
-    first = replace(first, in_traceback=first.in_traceback or later.in_traceback)
     if first.blames_node and len(first.hosts) < MAX_HOSTS:
         return replace(first, hosts=tuple(dict.fromkeys((*first.hosts, *later.hosts))))
     return first
@@ -152,9 +136,9 @@ def superseded(end: Ending, rows: int) -> bool:
 
 
 def strongest(every: list[Ending], rows: int) -> Ending | None:
-    """The ending that counts: the lowest level, then the first line; a crash after Ctrl-C is the
-    Ctrl-C. Of a run that ended as planned, an error before the last iteration was none, nor is one
-    after the end if no program ended by it.
+    """The ending that counts: the lowest level, then the first line. Of a run that ended as
+    planned, an error before the last iteration was none, nor is one after the end if no program
+    ended by it.
     """
     planned = [end.rows for end in every if end.level == Level.PLANNED]
     last_row = max(planned, default=0)
@@ -168,14 +152,9 @@ def strongest(every: list[Ending], rows: int) -> Ending | None:
                 ends_at = len(left)
     if ends_at and not any(end.ends_program or end.rows > last_row for end in left[ends_at:]):
         left = left[:ends_at]
-    strongest = min(left, key=lambda end: end.level, default=None)
-    if strongest and strongest.status is Status.CRASHED:
-        for end in left[: left.index(strongest)]:
-            if end.evidence.startswith("KeyboardInterrupt"):
-                return end
-    return strongest
+    return min(left, key=lambda end: end.level, default=None)
 
 
-def text(line: bytes, most: int = 600) -> str:
-    """The line as evidence: printable characters, at most `most`."""
-    return printable(line.strip()[: 8 * most].decode("utf-8", "replace"))[:most]
+def text(line: bytes) -> str:
+    """The line as evidence: printable characters, at most MAX_TEXT."""
+    return printable(line.strip()[: 8 * MAX_TEXT].decode("utf-8", "replace"))[:MAX_TEXT]

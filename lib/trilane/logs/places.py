@@ -1,12 +1,12 @@
-"""Places: on which rank, task, node and GPU something happened, by what a line prints and a map
+"""Places: on which rank, task and node something happened, by what a line prints and a map
 that the log holds.
 """
 
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
-from trilane.workspace.place import Known, Place
 from trilane.workspace.rank_grid import MOST
 
 NAMES = rb"[A-Za-z0-9][\w.-]{0,98}(?:\[[\d,-]{1,200}\])?"  # of nodes, as SLURM lists them
@@ -54,41 +54,39 @@ MAX_LINE = 2000  # bytes that are searched for a node
 MAX_TASKS = 512  # of `0-511`
 
 
+class Place(NamedTuple):
+    """A rank of the run, tasks of srun (or a process of mpirun), and the node, or SLURM's list of
+    several; None, () and "" where unknown.
+    """
+
+    rank: int | None = None
+    tasks: tuple[int, ...] = ()
+    node: str = ""
+
+
 def place_of(line: bytes) -> Place:
     """The place that a line prints, with nothing concluded."""
     rank = RANK.search(line)
     head = line[:MAX_LINE]
     named = NAMED.search(head) or PRINTED.search(head)
     node = ""
-    node_known = Known.NO
     # slurmstepd names the node that prints this, which is not the one that failed
     if named and b"CANCELLED AT" not in line:
         node = named[named.lastindex or 0].decode()
-        node_known = Known.LINE
     task = TASK.search(line)
     return Place(
-        rank=_number(rank),
+        rank=int(rank[rank.lastindex or 0]) if rank else None,
         tasks=_numbers(task[task.lastindex or 0]) if task else (),
         node=node,
-        rank_known=Known.LINE if rank else Known.NO,
-        node_known=node_known,
     )
-
-
-def _number(match: re.Match[bytes] | None) -> int | None:
-    if match:
-        return int(match[match.lastindex or 0])
-    return None
 
 
 def _numbers(text: bytes) -> tuple[int, ...]:
     """The numbers of `0,4-7`."""
     numbers: list[int] = []
-    for part in text.split(b","):
-        if ends := re.findall(rb"\d+", part):
-            first = int(ends[0])
-            last = min(int(ends[-1]), first + MAX_TASKS)
-            numbers += range(first, last + 1)
+    for first, last in re.findall(rb"(\d+)(?:-(\d+))?", text):
+        end = min(int(last or first), int(first) + MAX_TASKS)
+        numbers += range(int(first), end + 1)
     return tuple(numbers)
 
 
@@ -96,16 +94,14 @@ def _numbers(text: bytes) -> tuple[int, ...]:
 class Places:
     """What a run's log shows of its ranks: the node of each, and whether tasks are ranks.
 
-    `world` is the number of ranks (0: unknown), `size` that of the largest communicator. A node is
-    "" where two lines differ.
+    `world` is the number of ranks (0: unknown). A node is "" where two lines differ.
     """
 
     world: int = 0
-    size: int = 0
     # a process on each node starts its ranks, or ranks are numbered otherwise: no task is a rank
     has_launchers: bool = False
-    nodes: dict[int, str] = field(default_factory=dict)  # of ranks
-    nccl: dict[int, str] = field(default_factory=dict)  # of ranks of the largest communicator
+    # of ranks by the size of the communicator that numbers them, 0 for that of the run
+    nodes: dict[tuple[int, int], str] = field(default_factory=dict)
     tasks: dict[int, str] = field(default_factory=dict)  # of tasks
 
     def see(self, place: Place, line: bytes) -> None:
@@ -121,31 +117,25 @@ class Places:
             for task in place.tasks:
                 _add(self.tasks, task, place.node)
         if rank is not None and is_own:
-            _add(self.nodes, rank, place.node)
+            _add(self.nodes, (0, rank), place.node)
 
     def mapped(self, line: bytes) -> None:
         """Learn from a line of NCCL, or of DeepSpeed's launcher."""
         if match := NCCL.search(line):
-            size = int(match[3])
-            if size > self.size:  # the largest communicator numbers the ranks of the run
-                self.size = size
-                self.nccl = {}
-            if size == self.size:
-                _add(self.nccl, int(match[2]), match[1].decode("utf-8", "replace"))
+            host = match[1].decode("utf-8", "replace")
+            _add(self.nodes, (int(match[3]), int(match[2])), host)
         for host, ranks in LAUNCHED.findall(line.partition(b"global_rank_mapping=")[2]):
             for rank in re.findall(rb"\d{1,7}", ranks):
-                _add(self.nodes, int(rank), host.decode())
+                _add(self.nodes, (0, int(rank)), host.decode())
 
     def host(self, rank: int) -> str:
         """The node of a rank, by what the log prints of both together; "" where it does not, or
         contradicts itself.
         """
-        maps = [self.nodes]
-        if self.size == self.world:  # a smaller communicator numbers its own ranks
-            maps.append(self.nccl)
+        nodes = [self.nodes.get((0, rank)), self.nodes.get((self.world, rank))]
         if self.tasks_are_ranks:
-            maps.append(self.tasks)
-        hosts = {_short(of_ranks[rank]): of_ranks[rank] for of_ranks in maps if rank in of_ranks}
+            nodes.append(self.tasks.get(rank))
+        hosts = {_short(node): node for node in nodes if node is not None}
         if len(hosts) == 1:
             return hosts.popitem()[1]
         return ""
@@ -159,27 +149,20 @@ class Places:
 
     def resolve(self, place: Place) -> Place:
         """The place with its rank and its node, where the log proves them."""
-        rank = place.rank
-        known = place.rank_known
-        if rank is None and len(place.tasks) == 1 and self.tasks_are_ranks:
-            rank = place.tasks[0]
-            known = Known.MAP
-        if rank is None or 0 < self.world <= rank:
+        rank, tasks, node = place
+        if rank is None and len(tasks) == 1 and self.tasks_are_ranks:
+            rank = tasks[0]
+        if rank is not None and 0 < self.world <= rank:
             rank = None
-            known = Known.NO
-        place = replace(place, rank=rank, rank_known=known)
-        if place.node:
-            return place
-        node = ""
-        if rank is not None:
+        if not node and rank is not None:
             node = self.host(rank)
-        elif len(place.tasks) == 1 and len({*self.tasks.values()}) == len(self.tasks):
+        elif not node and len(tasks) == 1 and len({*self.tasks.values()}) == len(self.tasks):
             # many tasks a node may be of another step, such as a test's
-            node = self.tasks.get(place.tasks[0], "")
-        return replace(place, node=node, node_known=Known.MAP if node else Known.NO)
+            node = self.tasks.get(tasks[0], "")
+        return Place(rank, tasks, node)
 
 
-def _add(nodes: dict[int, str], number: int, host: str) -> None:
+def _add(nodes: dict[Any, str], number: Any, host: str) -> None:
     """Add the node of a rank or task; "" where it differs from the one that was read before."""
     if number in nodes and _short(nodes[number]) != _short(host):
         nodes[number] = ""
@@ -196,5 +179,4 @@ def _short(host: str) -> str:
 
 def excluded(nodes: Iterable[str]) -> str:
     """Nodes as --exclude takes them: without names that no node can have, and without addresses."""
-    names = dict.fromkeys(name.partition(".")[0] for name in nodes)
-    return ",".join(filter(NODE.fullmatch, names))
+    return ",".join(filter(NODE.fullmatch, dict.fromkeys(map(_short, nodes))))

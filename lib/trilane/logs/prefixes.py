@@ -4,15 +4,13 @@ import re
 from datetime import UTC, datetime
 
 NAN = float("nan")
-# What launchers put before a line: a rank (the first four groups), or a process or host, which
-# sources of copies have.
+# What launchers put before a line: the number of a rank, a process or a host.
 PREFIX = re.compile(
     rb"^\s*(?:\[default\d{1,9}\]: ?(?=\[rank))?"  # torchrun's number on the node
     rb"(?:\[default(\d{1,9})\]:|\[?[Rr]ank ?(\d{1,9})\]?:|(\d{1,6}): "
     rb"|\[\d{1,6},(\d{1,9})\]<std\w{3}>:"
     rb"|\[(\d{1,9})\]:?|[A-Za-z][\w-]{0,80}?(\d{1,9})(?:\.[\w.-]{1,200})?: )"
 )
-RANK_GROUPS = 4
 OF_RUN = re.compile(rb"\[rank(\d{1,7})\]:")  # a task or a host stands before the ranks that it has
 STAMP = re.compile(rb"\d{4}[-/]\d\d[-/]\d\d[ T]\d\d:\d\d:\d\d(?:[.,]\d{1,9})?")
 MAX_STAMP = 4096  # bytes that are searched for a stamp: of a line of thousands of iterations
@@ -24,16 +22,6 @@ def source(line: bytes) -> float:
     match = OF_RUN.search(line[:MAX_PREFIX]) or PREFIX.match(line)
     if match:
         return float(match[match.lastindex or 0])
-    return NAN
-
-
-def rank(line: bytes) -> float:
-    """The rank that the line's prefix names, or the number on its node or of its task; NaN without
-    one.
-    """
-    prefix = PREFIX.match(line)
-    if b"[rank" in line[:MAX_PREFIX] or (prefix and (prefix.lastindex or 0) <= RANK_GROUPS):
-        return source(line)
     return NAN
 
 

@@ -12,7 +12,7 @@ from trilane.logs.arguments import Value
 from trilane.logs.checks import MOST_NUMBER, Problem
 from trilane.logs.dialects import dialects
 from trilane.logs.endings import Ending, Level
-from trilane.logs.places import excluded, place_of
+from trilane.logs.places import Place, excluded, place_of
 from trilane.logs.reading.lines import lines
 from trilane.logs.reading.reader import Reader
 from trilane.logs.reading.runs import PartialRun
@@ -20,7 +20,6 @@ from trilane.logs.reading.trainer_dicts import number_iterations
 from trilane.logs.table import frame, last
 from trilane.utils.tables import DataFrame, Table, show
 from trilane.utils.validation import shown
-from trilane.workspace.place import Known, Place
 from trilane.workspace.status import Status, known_status
 
 INTEGERS = (
@@ -48,8 +47,8 @@ class RunLog(Table):
     endings      all lines about an end, in their order
     collectives  by the ranks' NCCL watchdogs: the ranks of each process group that timed out, and
                  what each reports
-    own          what a run of trilane prints of itself: SLOW, NOT FINITE, CHECKPOINT NOT SAVED
-    notes        what of the file could not be read
+    notes        what a run of trilane prints of itself: SLOW, NOT FINITE, CHECKPOINT NOT SAVED; and
+                 what of the file could not be read
     problems     numbers that cannot be right, or that nothing shows to be right
     resumes      of a run folder: for each time that the run was resumed the first iteration after
                  it, and the rows that it trained again, as they were before
@@ -70,7 +69,6 @@ class RunLog(Table):
     exclude: str = ""
     endings: tuple[Ending, ...] = ()
     collectives: tuple[str, ...] = ()
-    own: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     problems: tuple[Problem, ...] = ()
     resumes: tuple[tuple[int, DataFrame], ...] = ()
@@ -153,7 +151,7 @@ def _finish(run: PartialRun, path: Path, notes: tuple[str, ...]) -> RunLog:
     if end:
         place = places.resolve(end.place)
         hosts = end.hosts or tuple(filter(None, [place.node]))
-        if end.blames_node and place.node_known >= Known.MAP:
+        if end.blames_node:
             exclude = excluded(hosts)
     memory = [row for _, row in sorted(run.memory.items())]
     return RunLog(
@@ -172,8 +170,7 @@ def _finish(run: PartialRun, path: Path, notes: tuple[str, ...]) -> RunLog:
         exclude=exclude,
         endings=tuple(run.endings),
         collectives=tuple(run.watchdogs.lines(places.world)) if status.has_failed else (),
-        own=tuple(dict.fromkeys(run.own)),
-        notes=notes,
+        notes=tuple(dict.fromkeys((*run.own, *notes))),
         problems=tuple(checks.problems(iterations)),
     )
 
@@ -249,7 +246,7 @@ def _joined(parts: list[RunLog]) -> RunLog:
             validation=continued(whole.validation, part),
             resumes=resumes,
             problems=tuple(dict.fromkeys((*whole.problems, *part.problems))),
-            own=(*whole.own, *part.own),
+            notes=(*whole.notes, *part.notes),
         )
     return whole
 

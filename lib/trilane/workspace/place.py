@@ -1,6 +1,5 @@
-"""Place: the rank, task, node and GPU that something happened on, and how they are known."""
+"""Known: how the rank or the node that something happened on is known."""
 
-from dataclasses import dataclass
 from enum import IntEnum
 
 
@@ -11,18 +10,3 @@ class Known(IntEnum):
     ASSUMED = 1  # by an order, such as that of names
     MAP = 2  # by a map from ranks to nodes that was read
     LINE = 3  # one line prints it
-
-
-@dataclass(frozen=True, kw_only=True)
-class Place:
-    """A rank of the run, or on its node (`local`), tasks of srun (or a process of mpirun), the
-    node, or SLURM's list of several, and the GPU on it; None, () and "" where unknown.
-    """
-
-    rank: int | None = None
-    local: int | None = None
-    tasks: tuple[int, ...] = ()
-    node: str = ""
-    gpu: int | None = None
-    rank_known: Known = Known.NO
-    node_known: Known = Known.NO

@@ -9,14 +9,14 @@ from typing import Any, ClassVar
 
 from trilane.utils.files import read_text
 from trilane.utils.validation import from_mapping, require, require_integer
-from trilane.workspace.place import Known, Place
+from trilane.workspace.place import Known
 
 COORDINATES = ("tp", "pp", "dp")
 MOST = 1 << 17  # ranks, of which a grid takes 5 s and 0.6 GB; a file with more is damaged
 
 
 @dataclass(frozen=True, kw_only=True)
-class GridPlace(Place):
+class GridPlace:
     """The place of a rank, the state of its process, and its last heartbeat; "", -1 and "" where
     unknown. Where the node's name is unknown (Known.NO), `node` is "node" and its number.
     """
@@ -25,6 +25,7 @@ class GridPlace(Place):
     tp: int
     pp: int
     dp: int
+    node: str = ""
     state: str = ""  # the kernel's letter: "T" stopped, "Z" dead; or "gone"
     step: int = -1
     phase: str = ""

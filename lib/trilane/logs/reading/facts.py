@@ -5,10 +5,10 @@ from dataclasses import replace
 
 from trilane.logs import arguments, endings
 from trilane.logs.endings import Ending, Level
+from trilane.logs.places import Place
 from trilane.logs.reading.runs import PartialRun
 from trilane.logs.table import Row
 from trilane.logs.watchdog import WORDS
-from trilane.workspace.place import Known, Place
 
 # printed only when a training begins
 LAUNCH = re.compile(
@@ -114,9 +114,9 @@ class Facts:
             is_unseen = is_ignored and end.level in (Level.ERROR, Level.CONSEQUENCE)
             if not is_later and not is_unseen:
                 if self._entry is not None and re.match(rb"\s*exitcode\s", line):
-                    end = replace(end, place=Place(rank=self._entry, rank_known=Known.MAP))
+                    end = replace(end, place=Place(rank=self._entry))
                 run.places.see(end.place, line)
-                run.add_ending(replace(end, in_traceback=was_open))
+                run.add_ending(end)
         elif PLACE.search(line):
             self._place(line, run)
         elif not was_open and not self.traceback:
@@ -134,8 +134,7 @@ class Facts:
             self._host = endings.text(host[1])
         elif entry := ENTRY.search(line):
             self._entry = int(entry[1])
-            node = Place(rank=self._entry, rank_known=Known.MAP, node=self._host)
-            run.places.see(node, line)
+            run.places.see(Place(rank=self._entry, node=self._host), line)
             self._host = ""
         else:
             run.places.mapped(line)

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from trilane.logs import endings
 from trilane.logs.dialects import Dialect, dialects
-from trilane.logs.prefixes import rank
+from trilane.logs.prefixes import source
 from trilane.logs.reading import trainer_dicts
 from trilane.logs.reading.facts import LAUNCH, Facts
 from trilane.logs.reading.runs import PartialRun, Runs
@@ -118,7 +118,7 @@ class Reader:
         else:
             reports = dialect.rows("memory", line)
             for report in reports:
-                self.run.add_memory(report, rank(line))
+                self.run.add_memory(report, source(line))
             return bool(reports)
         return True
 

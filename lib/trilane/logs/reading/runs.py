@@ -8,7 +8,7 @@ from trilane.logs.arguments import Value
 from trilane.logs.dialects import Dialect
 from trilane.logs.endings import Ending, Level, joined, superseded
 from trilane.logs.places import Places
-from trilane.logs.prefixes import rank, source, timestamp
+from trilane.logs.prefixes import source, timestamp
 from trilane.logs.table import NAN, Row, fill, last
 from trilane.logs.watchdog import Watchdogs
 from trilane.utils.validation import require
@@ -138,11 +138,11 @@ class PartialRun:
         if not last(self.validation, "iteration") >= number:
             self.validation.append({"iteration": number, **row})
 
-    def add_memory(self, report: Row, rank: float) -> None:
-        """Update the memory of a rank (NaN: unnamed, counts as 0): the current bytes, and the most
-        it ever reported.
+    def add_memory(self, report: Row, source: float) -> None:
+        """Update the memory of a rank, or of what printed it (NaN: unnamed, counts as 0): the
+        current bytes, and the most it ever reported.
         """
-        number = report.get("rank", rank)
+        number = report.get("rank", source)
         if number != number:
             number = 0.0
         row = self.memory.setdefault(int(number), {"rank": number, "iteration": self.iteration})
@@ -198,7 +198,7 @@ class Runs:
         if self.run.dialects[dialect.name]:
             self.run.first_iteration = dialect.first_iteration
         if memory := {column: row[column] for column in MEMORY if column in row}:
-            self.run.add_memory(memory, rank(line))
+            self.run.add_memory(memory, printed_by)
 
     def step(self, row: Row, dialect: str, time_s: float, line: bytes, source: float = NAN) -> None:
         """Add an iteration that the rank or process `source` printed at a time: the next of the
