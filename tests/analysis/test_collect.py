@@ -111,8 +111,7 @@ def folder(outputs):
     values = {**plan.to_json(), "prediction": {"memory_bytes": 2.0**30}}
     (folder,) = study_runs.create_sweep(study.folder, [values], sites.site("generic"), JobRequest())
     steps = [
-        (b.number, b.gbs, (0.1 if b.gbs == 2 else 0.3) + 1e-5 * b.number)
-        for b in RAMP.batches(23, 4)
+        (b.number, b.gbs, (0.1 if b.gbs == 2 else 0.3) + 1e-5 * b.number) for b in plan.batches()
     ]
     assert [gbs for _, gbs, _ in steps] == [2] * 15 + [4] * 8
     lines = [LINE.format(number, 23, 1000 * seconds, gbs, 5.0) for number, gbs, seconds in steps]

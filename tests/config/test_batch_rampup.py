@@ -28,11 +28,10 @@ def walked(ramp: Ramp, gbs: int, iterations: int) -> list[int]:
 @pytest.mark.parametrize(("ramp", "gbs"), RAMPS)
 def test_phases_and_counts_are_those_of_a_walk_through_the_iterations(ramp, gbs):
     sizes = walked(ramp, gbs, 600)
-    batches = list(ramp.batches(600, gbs))
-    assert [(b.number, b.first, b.gbs) for b in batches] == [
-        (k + 1, sum(sizes[:k]), n) for k, n in enumerate(sizes)
-    ]
-    assert list(ramp.batches(600, gbs, done=17)) == batches[17:], "a resumed run takes what is left"
+    for done in (0, 17):
+        phases = ramp.between(gbs, done, 600)
+        assert [phase.gbs for phase in phases for _ in range(phase.iterations)] == sizes[done:]
+        assert phases[0].first == sum(sizes[:done])
     for count in (1, 2, 17, 400, 600):
         assert ramp.consumed(count, gbs) == sum(sizes[:count])
         assert ramp.iterations(sum(sizes[:count]), gbs) == count
@@ -43,8 +42,8 @@ def test_the_batch_sizes_that_a_topology_cannot_divide_are_named():
     """192, 208, ..., 2048 on DP 8 x MBS 4: every other one is no multiple of 32."""
     ramp = parse_ramp("192,16,9765625")
     with pytest.raises(ValueError, match=r"^ramp=208: every batch size"):
-        ramp.require_whole(Topology(dp=8, mbs=4, gbs=256))
-    ramp.require_whole(Topology(dp=8, mbs=2, gbs=2048))
+        ramp.require_whole(Topology(dp=8, mbs=4, gbs=256), ramp.between(256, 0, 10**6))
+    ramp.require_whole(Topology(dp=8, mbs=2, gbs=2048), ramp.between(2048, 0, 10**6))
 
 
 def test_a_ramp_that_leads_nowhere_is_refused():

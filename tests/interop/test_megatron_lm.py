@@ -127,7 +127,8 @@ def plans() -> list[Plan]:
 
 
 def text_of(plan: Plan) -> str:
-    return megatron_text(megatron_args(plan), megatron_environment(plan))
+    exports = "".join(f"export {k}={v}\n" for k, v in megatron_environment(plan).items())
+    return exports + megatron_text(megatron_args(plan))
 
 
 class Program:

@@ -45,10 +45,9 @@ def plan_report(
         "hfu": used.get("hfu"),
         "traced": trace.to_json() if trace else None,
     }
-    size = f"{shape.num_layers} x {shape.hidden_size}, {shape.parameters / 1e9:.4g} B parameters"
     lines = [
         f"{plan.label}  id {plan.id}  engine {plan.engine}",
-        f"model     {size} {shape.kind}".rstrip(),
+        f"model     {shape.parameters / 1e9:.4g} B parameters: {shape.summary()}",
     ]
     if plan.layer:
         rule = "seconds, memory and rate are those of megatron-core's layer"

@@ -53,7 +53,8 @@ def megatron(
         environment = megatron_environment(given)
         arguments = megatron_args(given, prepare_data(plan) if prepare else ())
         values = {"environment": environment, "arguments": arguments}
-        return Answer(values, megatron_text(arguments, environment))
+        note(f"needs export {name}={value}" for name, value in environment.items())
+        return Answer(values, megatron_text(arguments))
     if not read or plan:
         require(False, "plan", plan or "missing", "give either a plan, or --read FILE")
     assert read

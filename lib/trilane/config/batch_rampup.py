@@ -1,6 +1,6 @@
 """Ramp: a batch size that grows while the run consumes samples, as Megatron-LM counts it."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -95,14 +95,6 @@ class Ramp:
         """Samples after so many iterations."""
         return sum(phase.gbs * phase.iterations for phase in self.between(gbs, 0, iterations))
 
-    def batches(self, iterations: int, gbs: int, done: int = 0) -> Iterator[Batch]:
-        """The iterations after the first `done`, up to number `iterations`, one by one."""
-        number = done
-        for phase in self.between(gbs, done, iterations):
-            for turn in range(phase.iterations):
-                number += 1
-                yield Batch(number=number, first=phase.first + turn * phase.gbs, gbs=phase.gbs)
-
     def between(self, gbs: int, first: int, last: int) -> list[Phase]:
         """The phases of the iterations after the first `first`, up to number `last`, cut there."""
         phases = []
@@ -115,17 +107,17 @@ class Ramp:
                 phases.append(Phase(gbs=batch, iterations=iterations, first=sample))
         return phases
 
-    def require_whole(self, t: Topology, sizes: Iterable[int] = ()) -> None:
+    def require_whole(self, t: Topology, phases: Iterable[Phase]) -> None:
         """ValueError unless each replica gets whole microbatches (with interleaving rounds of pp of
-        them) at every size or these `sizes`.
+        them) in these phases.
         """
         rule = f"every batch size must be a multiple of mbs x dp = {t.mbs} x {t.dp}"
         unit = t.mbs * t.dp
         if t.interleaving > 1:
             unit *= t.pp
             rule += f", times pp={t.pp} with interleaving"
-        for size in sorted(sizes) or [*self._sizes(t.gbs), t.gbs]:
-            require(size % unit == 0, "ramp", size, rule)
+        for phase in phases:
+            require(phase.gbs % unit == 0, "ramp", phase.gbs, rule)
 
 
 def parse_ramp(text: str) -> Ramp:

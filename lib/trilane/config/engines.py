@@ -18,18 +18,19 @@ from trilane.config.model import ModelShape
 from trilane.config.options import Rules, first_broken
 from trilane.config.parallelism import RECOMPUTE, Topology
 from trilane.config.shapes import nearest_family
+from trilane.utils.validation import require
 
 ENGINES = ("megatron", "deepspeed-zero", "deepspeed-3d", "hf-zero3")
-# A package, the megatron-core from which on a row counts, and the package's releases that go with
-# it: the first one, and the first that does not any more (None: not known).
+# A package, the releases of megatron-core that a row is about, and the package's that go with them:
+# each from the first to before the second (99: not known).
 BESIDE_MEGATRON = (
     # of 0.16.1 its own extra `dev`; later ones name no bound: each call in their
     # extensions/transformer_engine.py, and ours, has its parameters in 2.9 to 2.20
-    ("transformer-engine", (0, 16), (2, 9), (2, 12)),
-    ("transformer-engine", (0, 17), (2, 9), (2, 21)),
+    ("transformer-engine", (0, 16), (0, 17), (2, 9), (2, 12)),
+    ("transformer-engine", (0, 17), (99, 0), (2, 9), (2, 21)),
     # its nvrx.py of 0.17 and newer (dist_checkpointing) fails at its import beside an older one
-    ("nvidia-resiliency-ext", (0, 16), (0, 4), None),
-    ("nvidia-resiliency-ext", (0, 17), (0, 6), None),
+    ("nvidia-resiliency-ext", (0, 16), (0, 17), (0, 4), (99, 0)),
+    ("nvidia-resiliency-ext", (0, 17), (99, 0), (0, 6), (99, 0)),
 )
 
 
@@ -145,26 +146,6 @@ def release(package: str) -> tuple[int, int] | None:
     return (int(major), int(minor))
 
 
-def misfit(package: str) -> str | None:
-    """Why the package of BESIDE_MEGATRON does not go with the megatron-core beside it, as
-    `package=version: the rule`; None where it does, and where either is not installed.
-    """
-    core = release("megatron-core")
-    installed = release(package)
-    if core is None or installed is None:
-        return None
-    for name, since, first, end in reversed(BESIDE_MEGATRON):
-        if name == package and since <= core:
-            bounds = f">={first[0]}.{first[1]}"
-            if end is not None:
-                bounds += f",<{end[0]}.{end[1]}"
-            if first <= installed and (end is None or installed < end):
-                return None
-            rule = f"megatron-core {core[0]}.{core[1]} goes with {package}{bounds}"
-            return f"{package}={installed[0]}.{installed[1]}: {rule}"
-    return None
-
-
 def drops_hidden(engine: str, shape: ModelShape) -> bool:
     """Whether `engine` has dropout of hidden values for the shape: of transformers' models GPT-2
     alone does in full.
@@ -185,19 +166,23 @@ def require_trainable(topology: Topology, fused: str = "auto") -> None:
     """Raise ValueError where no engine here can train it, by what is installed beside it. `fused`
     is run.fused.
     """
+    core = release("megatron-core") or (0, 0)
     needs_te = topology.precision == "fp8" or topology.overlap_tp or fused == "te"
-    if needs_te and release("transformer-engine") is None:
-        rule = "is not installed here; precision fp8, overlap_tp and run.fused te need it"
-        raise ValueError(f"transformer-engine=missing: {rule}")
-    reason = misfit("nvidia-resiliency-ext")
-    if needs_te:
-        reason = misfit("transformer-engine") or reason
-    if reason:
-        raise ValueError(reason)
-    core = release("megatron-core")
+    rule = "is not installed here; precision fp8, overlap_tp and run.fused te need it"
+    te = "transformer-engine"
+    require(not needs_te or release(te) is not None, te, "missing", rule)
+    for package, since, before, first, end in BESIDE_MEGATRON:
+        installed = release(package)
+        if installed and since <= core < before and (needs_te or package != te):
+            rule = f"megatron-core {_dots(core)} goes with {_dots(first)} to below {_dots(end)}"
+            require(first <= installed < end, package, _dots(installed), rule)
     # transformer/moe/paged_stash.py of 0.18 imports it, and no requirement names it
-    if core is not None and core >= (0, 18) and find_spec("triton") is None:
-        raise ValueError(f"triton=missing: megatron-core {core[0]}.{core[1]} imports it")
+    has_triton = core < (0, 18) or find_spec("triton") is not None
+    require(has_triton, "triton", "missing", f"megatron-core {_dots(core)} imports it")
+
+
+def _dots(release: tuple[int, int]) -> str:
+    return f"{release[0]}.{release[1]}"
 
 
 def unsupported_reason(engine: str, shape: ModelShape, topology: Topology) -> str | None:

@@ -24,13 +24,10 @@ class Layer:
     source: str = field(default="", repr=False)
 
     def __post_init__(self) -> None:
-        if self.source:
-            form = r"[\w.-]+\.py:\w+"
-        else:
-            form = r"\w+(\.\w+)*:\w+"
-        ok = re.fullmatch(form, self.name) is not None
+        ok = re.fullmatch(r"[\w.-]+:\w+", self.name) is not None
+        ok = ok and (".py:" in self.name) == bool(self.source)
         rule = "must be FILE.py:CLASS with the text of the file, or package.module:CLASS"
-        require(ok and (bool(self.source) or ".py:" not in self.name), "layer", self.name, rule)
+        require(ok, "layer", self.name, rule)
 
     @property
     def kind(self) -> str:

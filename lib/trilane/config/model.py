@@ -5,7 +5,7 @@ per iteration.
 from dataclasses import dataclass
 from typing import Any
 
-from trilane.config.options import Rules, changed, check, option
+from trilane.config.options import Rules, check, option
 from trilane.utils.tables import Record
 from trilane.utils.validation import parse_integers, require, require_integer
 
@@ -112,13 +112,6 @@ class ModelShape(Record):
     def is_gated(self) -> bool:
         """Whether the MLP has a gate: a third matrix."""
         return self.activation in GATED
-
-    @property
-    def kind(self) -> str:
-        """The fields beyond the sizes that are not as in GPT-2."""
-        sizes = ("num_layers", "hidden_size", "num_attention_heads", "seq_length", "vocab_size")
-        others = changed(self).items()
-        return ", ".join(f"{name}={value}" for name, value in others if name not in sizes)
 
     @property
     def ffn(self) -> int:

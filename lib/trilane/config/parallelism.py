@@ -172,9 +172,9 @@ class Topology(Record):
         is_full = t.recompute == "full"
         yield is_full or not t.offload_checkpoints, "offload_checkpoints", "needs recompute full"
         yield t.pp > 1 or t.interleaving == 1, "interleaving", "needs pp > 1"
-        yield t.pp > 1 or not t.first_stage_layers, "first_stage_layers", "needs pp > 1"
-        yield t.pp > 1 or not t.last_stage_layers, "last_stage_layers", "needs pp > 1"
         is_named = t.first_stage_layers > 0 or t.last_stage_layers > 0
+        rule = "must be above 1 with a number of layers for the first or the last stage"
+        yield t.pp > 1 or not is_named, "pp", rule
         rule = "contradicts a number of layers for the first or the last stage"
         yield t.partition == "uniform" or not is_named, "partition", rule
         gathers = t.zero == 1 and t.overlap_grad_reduce

@@ -80,7 +80,7 @@ class Plan(Record):
         # sizes count that this plan itself trains: its part of a chain may be what no other number
         # of replicas can
         phases = run.ramp.between(t.gbs, run.start_iteration, run.goal)
-        run.ramp.require_whole(t, {phase.gbs for phase in phases})
+        run.ramp.require_whole(t, phases)
 
     def rules(self) -> Rules:
         """What its parts ask of each other."""
@@ -145,9 +145,13 @@ class Plan(Record):
         first samples.
         """
         skipped = self.run.skipped
-        for batch in self.run.ramp.batches(self.run.goal, self.topology.gbs, done):
-            if not inside(skipped, batch.number):
-                yield batch
+        number = done
+        for phase in self.run.ramp.between(self.topology.gbs, done, self.run.goal):
+            for turn in range(phase.iterations):
+                number += 1
+                if not inside(skipped, number):
+                    first = phase.first + turn * phase.gbs
+                    yield Batch(number=number, first=first, gbs=phase.gbs)
 
     def to_json(self) -> dict[str, Any]:
         """The plan as the JSON object of plan.json."""

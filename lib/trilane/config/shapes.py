@@ -36,9 +36,7 @@ def read_shape(text: str | ModelShape, *, seq_length: int = 0) -> ModelShape:
     that are padded already. Raises ValueError for what is no shape of a dense decoder.
     """
     shape = text if isinstance(text, ModelShape) else _named_shape(text, seq_length)
-    if seq_length:
-        return dataclasses.replace(shape, seq_length=seq_length)
-    return shape
+    return dataclasses.replace(shape, seq_length=seq_length or shape.seq_length)
 
 
 def _named_shape(text: str, seq_length: int) -> ModelShape:
@@ -71,7 +69,7 @@ def shape_of_config(values: Mapping[str, Any], seq_length: int = 0) -> ModelShap
         value = values.get(key, default)
         require(value == needed, key, value, rule)
     # transformers 5 keeps what rotary positions need in an object of their own
-    rotary = values.get("rope_parameters") or values.get("rope_scaling") or {}
+    rotary = values.get("rope_parameters") or {}
     require(isinstance(rotary, Mapping), "rope_parameters", rotary, "must be a JSON object")
     values = {**values, **rotary}
 

@@ -106,7 +106,7 @@ class ForecastRequest(Record):
         require(self.tokens >= first, "tokens", f"{self.tokens:g}", f"below one batch of {first}")
         rule = f"must not be before the start, {self.start}"
         require((self.deadline or date.max) >= self.start, "deadline", self.deadline, rule)
-        self.ramp.require_whole(plan.topology)
+        self.ramp.require_whole(plan.topology, self.phases)
 
     def _read(self, name: str, read: Callable[[str], Any], default: Any) -> None:
         """Replace the text of a field by what it means, and nothing by the default."""

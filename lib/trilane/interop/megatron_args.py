@@ -7,7 +7,7 @@ where they are declared; the program's words are in data/megatron_arguments.json
 
 import functools
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any
 
@@ -65,23 +65,21 @@ def megatron_args(plan: Plan, prefixes: Sequence[str] = ()) -> Arguments:
 
 
 def megatron_environment(plan: Plan) -> dict[str, str]:
-    """What Megatron-LM must find: one variable, with TP or CP on cards before Blackwell.
+    """What Megatron-LM must find: one variable, with TP or CP (on
+    Blackwell it may).
 
     validate_args() of core 0.16.1 to 0.19.2 (not with FSDP or overlapped experts: no plan has
     them).
     """
-    is_shared = plan.topology.tp > 1 or plan.topology.cp > 1
-    is_old = plan.cluster.gpu.compute_capability < (10, 0)
-    if is_shared and is_old:
+    if plan.topology.tp > 1 or plan.topology.cp > 1:
         return {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
     return {}
 
 
-def megatron_text(arguments: Arguments, environment: Mapping[str, str] = {}) -> str:
-    """The arguments for bash, one per line; above them what megatron_environment() has."""
-    exports = "".join(f"export {name}={value}\n" for name, value in environment.items())
+def megatron_text(arguments: Arguments) -> str:
+    """The arguments for bash, one per line."""
     lines = [shlex.join([f"--{name}", *values]) for name, values in arguments.items()]
-    return exports + " \\\n".join(lines)
+    return " \\\n".join(lines)
 
 
 def _of_fields(part: Any) -> dict[str, Any]:

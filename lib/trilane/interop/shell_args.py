@@ -15,8 +15,7 @@ def read_arguments(text: str) -> dict[str, list[str]]:
     The first line may begin with a command, and lines may be continued. Raises ValueError for a
     script, and for unclosed quotes.
     """
-    # what `convert megatron` prints above the arguments
-    text = re.sub(r"(?m)^export \w+=\w+\n", "", text).replace("\\\n", " ").strip()
+    text = text.replace("\\\n", " ").strip()
     rule = "a script is not read, but the command line that it runs, its variables replaced"
     for line in text.split("\n")[1:]:
         require(not line or line.lstrip().startswith("--"), "arguments", line, rule)

@@ -109,8 +109,6 @@ def read_index(folder: Path) -> Index:
                     _chunk(chunk, infos[str(key), chunk.offsets]) for chunk in tensor.chunks
                 ]
         return Index(folder=folder, sizes=sizes, chunks=chunks)
-    except OSError as error:
-        rule = f".metadata: {error.strerror}"
     except Exception as error:  # whatever a pickle of something else makes of it
         rule = f".metadata cannot be read ({one_line(str(error))})"
     raise ValueError(f"checkpoint={folder}: {rule}")
