@@ -222,7 +222,7 @@ def test_a_hostile_line_of_a_log_costs_no_other_line(
     )
     path.write_bytes(text.encode("utf-8", "surrogateescape"))
     code, output = judged(["logs", "parse", str(path)], tmp_path, capsys)
-    assert code == 0 and "Loss 2\n" in output
+    assert code == 0 and "loss 2\n" in output
 
 
 # Whole files: the exit code of `logs parse`.

@@ -12,8 +12,8 @@ from support import small_plan
 from test_collect import DUMP, MEMORY, arguments
 from test_log_dialects import m2021
 
-from trilane.analysis.collect import read_folder
-from trilane.analysis.tables import markdown
+from trilane.analysis.collect import measure_all
+from trilane.analysis.tables import frame, markdown
 from trilane.cli.app import main
 
 MORE = arguments(tensor_model_parallel_size=4, pipeline_model_parallel_size=2, micro_batch_size=1)
@@ -58,7 +58,7 @@ def test_each_run_is_a_row_in_the_words_of_the_chronicles(folder, capsys):
 
 
 def test_text_of_a_log_is_no_markup(folder):
-    text = markdown(read_folder(folder)[0].assign(notes="a<b\x1b[2J\nc|d"))
+    text = markdown(frame(measure_all([folder])[0]).assign(source="a<b\x1b[2J\nc|d"))
     assert "| a&lt;b c\\|d" in text and "\x1b" not in text
 
 
@@ -114,5 +114,8 @@ def test_each_run_is_printed_with_its_numbers_its_ending_and_its_problems(
         "plain.err run 2: completed (megatron-2021)",
         "wrong.log: completed (megatron-2021)",
     ]
-    assert lines[1] == "  Iterations 10, First 1, Last 10, Sec/it 1, TFLOPs 12.18, Loss 1"
+    assert (
+        lines[1]
+        == "  iterations 10, first_iteration 1, last_iteration 10, sec_per_it 1, tflops 12.18, loss 1"
+    )
     assert lines[-1].startswith("  problem: learning_rate: 7: a ")

@@ -10,7 +10,7 @@ import pytest
 from support import small_plan
 from test_log_dialects import m2021, m2022
 
-from trilane.analysis.collect import measure_path, measure_runs, read_folder
+from trilane.analysis.collect import measure_all, measure_path, measure_runs
 from trilane.analysis.compare import compare
 from trilane.analysis.measure import measure
 from trilane.analysis.recalibrate import case_of
@@ -58,8 +58,8 @@ def parsed(capsys, *arguments):
 @pytest.mark.parametrize(
     ("text", "values"),
     [
-        (m2022(1) + m2022(2), {"tflops": {"printed": 107.48}, "max_memory_gib": None}),
-        (m2021(1, loss=float("nan")), {"last_loss": None, "status": "NaN loss"}),
+        (m2022(1) + m2022(2), {"tflops": {"printed": 107.48}, "memory_gib": None}),
+        (m2021(1, loss=float("nan")), {"loss": None, "status": "NaN loss"}),
         (
             "{'loss': 2.5, 'epoch': 0.1}\n{'loss': 2.25, 'epoch': 0.2}\n",
             {"iterations": 2, "sec_per_it": None},
@@ -134,7 +134,8 @@ def test_a_ramp_is_measured_at_its_full_batch_and_everywhere_alike(folder, capsy
         assert record == m.to_json()
     assert m.to_json()["left_out"] == {"warm-up": 5, "batch size is not 4": 10}
 
-    row = read_folder(folder.parent)[0].iloc[0]
+    (run,) = measure_all([folder.parent])[0]
+    row = run.row()
     found = [row[name] for name in ("gbs", "sec_per_it", "tflops", "memory_gib", "status")]
     assert found == [4, m.sec_per_it, tflops, m.memory_bytes / 2**30, "completed"]
 

@@ -98,19 +98,15 @@ def test_rates_are_those_that_the_chronicles_printed() -> None:
     assert sum(error < 1e-3 for error in off) == 98
 
 
-def test_recomputation_counts_only_for_the_hardware():
+def test_recomputation_does_not_count_for_the_utilization():
     this = log(arguments={**ARGUMENTS, "recompute_granularity": "full", "fp16": True})
     setup = run_config(this, gpu=cluster("jz-v100-32g").gpu)
     assert (setup.card, setup.peak_flops_per_s) == ("V100-32GB", 125e12)
-    used = flops.utilization(setup, 2.0)
-    assert used["mfu"] == pytest.approx(setup.shape.flops_per_iteration(16) / 2 / 8 / 125e12)
-    assert used["hfu"] == pytest.approx(setup.shape.flops_per_iteration(16, True) / 2 / 8 / 125e12)
-    selective = flops.utilization(replace(setup, recompute="selective"), 2.0)
-    core = 4 * 16 * 2048**2 * 24 * 2048  # a third of the attention core's 12 s h a token
-    assert (selective["hfu"] - used["mfu"]) * 2 * 8 * 125e12 == pytest.approx(core)
+    used = setup.shape.flops_per_iteration(16) / 2 / 8 / 125e12
+    assert flops.mfu(setup, 2.0) == pytest.approx(used)
     for lacks in ({"shape": None}, {"gpus": 0}, {"gbs": 0}):
         assert flops.rates(replace(setup, **lacks), 2.0) == {}
-        assert flops.utilization(replace(setup, **lacks), 2.0) == {}
+        assert math.isnan(flops.mfu(replace(setup, **lacks), 2.0))
 
 
 def test_timers_become_phases_once_each():

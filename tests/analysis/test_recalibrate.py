@@ -32,7 +32,6 @@ def test_a_lesson_brings_predictions_nearer_and_reports_their_uncertainty(output
     assert after.abs().max() < before.abs().min()
     width = 1 + table["recalibrated_half_width"]
     assert (table["recalibrated_over_measured"].between(1 / width, width)).all()
-    assert "3 of 3 runs completed" in collect.MeasuredRuns(runs=tuple(runs)).summary(recalibration)
     assert not recalibrate.recalibrate([measure_log(log())])
 
 
@@ -50,7 +49,7 @@ def test_a_folder_of_anybodys_logs_is_gathered(tmp_path, outputs):
     (unread,) = found.unread
     assert unread.startswith(f"log={folder}/notes: holds no iteration line")
     card = collect.measure_runs(Study.open("s"), f"{folder}/a.out", A100).runs[0]
-    assert card.config.card == "A100-80GB" and card.utilization["mfu"] > 0
+    assert card.config.card == "A100-80GB" and card.mfu > 0
     with pytest.raises(ValueError, match="study=s: has no run"):
         collect.measure_runs(Study.open("s"))
     with pytest.raises(ValueError, match=r"logs=.*: no log among them: no such file"):
@@ -100,7 +99,7 @@ def test_ten_rows_calibrate_alike_from_csv_markdown_python_and_04(
     runs = collect.measure_runs(study, "rows.csv", A100)
     recalibration = recalibrate.recalibrate(runs.runs, A100)
     recalibration.save(study, "04_analyze")
-    assert "10 of 10 runs completed" in runs.summary(recalibration) and not runs.timed
+    assert "10 of 10 runs completed" in runs.summary() and not runs.timed
     assert calibration_for(A100, "ours").hash == known.hash
     code, _, err = calibrated(capsys, "rows.csv", *AT, "rows.csv.json")
     assert (code, err) == (2, "trilane: output=rows.csv.json: exists; name another file\n")

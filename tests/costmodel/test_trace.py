@@ -43,7 +43,7 @@ def test_what_was_traced_stands_beside_what_is_predicted(tmp_path, capsys):
     assert trace_of(plan, path) == trace
     assert main(["plan", "show", str(path)]) == 0
     text = capsys.readouterr().out
-    assert "stage 0: 10.0 GiB (backward), 1,234 kernels" in text
+    assert "  stage 0: 10.0 GiB: " in text
     other = replace(plan, topology=replace(plan.topology, gbs=256))
     assert trace_of(other, path) is None
     trace_file(plan, path).write_text('{"plan": 3}')

@@ -2,29 +2,25 @@
 sentences.
 """
 
-import glob
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from glob import glob
 from pathlib import Path
 
 from trilane.analysis.loss_curve import Curve, join, trainings
 from trilane.analysis.measure import Measurement, measure, measure_log
-from trilane.analysis.spikes import training_text
+from trilane.analysis.spikes import training_record, training_text
 from trilane.analysis.tables import frame
 from trilane.config.cluster import Cluster, Gpu
 from trilane.config.plan import read_plan
-from trilane.costmodel.recalibration import Recalibration
 from trilane.logs.dialects import use
 from trilane.logs.written_tables import read_runs
-from trilane.utils.files import natural
-from trilane.utils.hooks import hook
 from trilane.utils.progress import progress
 from trilane.utils.tables import DataFrame, Html, Table, Text, displayed, short, show
-from trilane.utils.validation import require, require_folder
+from trilane.utils.validation import require
 from trilane.workspace.study import Study, load_cluster
 
-NOTHING = Text("Nothing to predict: no run has shape, topology, cluster and seconds.")
 DRAWN = 8  # runs of hundreds that a figure has
 # what a file's name shows to be no log
 NO_LOGS = {".json", ".py", ".md", ".ipynb", ".html", ".png", ".csv", ".pt", ".bin", ".idx"}
@@ -56,19 +52,15 @@ class MeasuredRuns(Table):
         """The first of the timed runs, as many as a figure can show."""
         return self.timed[:DRAWN]
 
-    def summary(self, recalibration: Recalibration | None = None) -> Text:
-        """How the runs ended and, with a recalibration, how wrong the predictions of their time
-        were; how many files were not read.
-        """
+    def summary(self) -> Text:
+        """How the runs ended; how many files were not read."""
         statuses = Counter(str(run.status) for run in self.runs)
         counts = [f"{n} of {len(self.runs)} runs {status}" for status, n in statuses.items()]
-        sentences = [Text.of("**{}.**", ", ".join(counts))]
-        if recalibration is not None:
-            sentences.append(accuracy(recalibration))
+        summary = Text.of("**{}.**", ", ".join(counts))
         if self.unread:
-            words = "{} files were not read, the first: {}"
-            sentences.append(Text.of(words, len(self.unread), short(self.unread[0], 120)))
-        return Text.joined(" ", sentences)
+            words = "{} {} files were not read, the first: {}"
+            summary = Text.of(words, summary, len(self.unread), short(self.unread[0], 120))
+        return summary
 
     def to_frame(self) -> DataFrame:
         """A row a run, with a column for each number, in base units where the name has none, and
@@ -97,8 +89,7 @@ class MeasuredRuns(Table):
         them.
         """
         groups = trainings([run.log for run in self.timed])
-        texts = [training_text(group, join(group), hook("breaks")(group)) for group in groups]
-        return Html.pre("\n".join(texts))
+        return Html.pre("\n".join(training_text(training_record(group)) for group in groups))
 
 
 def measure_runs(
@@ -121,26 +112,13 @@ def measure_runs(
         require(bool(runs), "study", study.name, "has no run; run 03_launch first, or name logs")
         return MeasuredRuns(runs=tuple(runs))
     machine = load_cluster(cluster) if cluster else None
-    runs, unread = measure_all(files(logs), machine.gpu if machine else None)
+    runs, unread = measure_all(matches(logs), machine.gpu if machine else None)
     require(bool(runs), "logs", logs, f"no log among them: {[*unread, 'no such file'][0]}")
     names = Counter(run.name for run in runs)
     for number, run in enumerate(runs):
         if names[run.name] > 1:
             runs[number] = replace(run, name=f"{number + 1} {run.name}")
     return MeasuredRuns(runs=tuple(runs), unread=tuple(unread))
-
-
-def accuracy(recalibration: Recalibration) -> Text:
-    """How wrong predictions of time were before the runs, and after them for a run that the fit has
-    not seen.
-    """
-    errors = recalibration.errors()
-    if not errors:
-        return NOTHING
-    words = "Predicted seconds were wrong by **{:.2g} %** (median of {} runs)"
-    words += "; by constants fitted to the other runs, by **{:.2g} %**."
-    before, after = (100 * error["median"] for error in errors.values())
-    return Text.of(words, before, len(recalibration.rows), after)
 
 
 def measure_path(path: Path | str, gpu: Gpu | None = None) -> list[Measurement]:
@@ -152,26 +130,22 @@ def measure_path(path: Path | str, gpu: Gpu | None = None) -> list[Measurement]:
     `gpu` is the card where another log does not name it. Raises ValueError where there is no run.
     """
     path = Path(path)
-    if path.name in ("run.log", "steps.jsonl"):
-        folder = path.parent
-    else:
-        folder = path
+    folder = path.parent if path.name in ("run.log", "steps.jsonl") else path
     if _is_run(folder):
         return [measure(folder)]
-    if path.is_dir():
-        path = path / "run.log"
-        rule = "holds no run.log; `logs table` reads folders of logs"
-        require(path.is_file(), "run", path.parent, rule)
     return [measure_log(log, gpu=gpu) for log in read_runs(path)]
 
 
 def measure_all(
-    paths: Sequence[Path], gpu: Gpu | None = None
+    paths: Iterable[Path | str], gpu: Gpu | None = None
 ) -> tuple[list[Measurement], list[str]]:
-    """The runs of the paths, in their order, and why others hold none."""
+    """The runs of the paths and of all below folders among them, in their order, and why others
+    hold none.
+    """
     runs: list[Measurement] = []
     unread: list[str] = []
-    for path in progress(paths, "logs", "log"):
+    logs = [log for path in paths for log in below(Path(path))]
+    for path in progress(logs, "logs", "log"):
         try:
             runs += measure_path(path, gpu)
         except OSError as error:
@@ -181,28 +155,26 @@ def measure_all(
     return runs, unread
 
 
-def files(logs: str) -> list[Path]:
-    """The files and run folders that a path or a glob matches, by name."""
-    paths: list[Path] = []
-    for name in sorted(glob.glob(str(Path(logs).expanduser()), recursive=True)):
-        path = Path(name)
-        paths += below(path) if path.is_dir() else [path]
-    return paths
+def matches(pattern: str) -> list[Path]:
+    """The paths that a path or a glob names, in their order."""
+    return [Path(name) for name in sorted(glob(str(Path(pattern).expanduser()), recursive=True))]
 
 
-def below(folder: Path) -> list[Path]:
-    """The run folders at and below a folder, and the files outside them whose names do not show
-    that they are no logs.
+def below(path: Path) -> list[Path]:
+    """A file or a run folder itself; of another folder the run folders below it, and the files
+    outside them whose names do not show that they are no logs.
     """
-    every = sorted(folder.rglob("*"))
-    runs = [path for path in (folder, *every) if _is_run(path)]
+    if _is_run(path) or not path.is_dir():
+        return [path]
+    every = sorted(path.rglob("*"))
+    runs = [inner for inner in every if _is_run(inner)]
     # a sweep or chain keeps its code beside its sums
-    closed = {*runs, *(path.parent for path in every if path.name == "SHA256SUMS")}
+    closed = {*runs, *(inner.parent for inner in every if inner.name == "SHA256SUMS")}
     logs = []
-    for path in every:
-        is_log = path.suffix not in NO_LOGS and not path.name.startswith(".") and path.is_file()
-        if is_log and closed.isdisjoint(path.parents):
-            logs.append(path)
+    for inner in every:
+        is_log = inner.suffix not in NO_LOGS and not inner.name.startswith(".") and inner.is_file()
+        if is_log and closed.isdisjoint(inner.parents):
+            logs.append(inner)
     return [*runs, *logs]
 
 
@@ -211,14 +183,3 @@ def _is_run(folder: Path) -> bool:
         return (folder / "run.log").is_file() and bool(read_plan(folder / "plan.json"))
     except ValueError:
         return False  # the log alone can still be read
-
-
-def read_folder(folder: Path | str) -> tuple[DataFrame, list[str]]:
-    """The rows of the runs at and below a folder, by path, and why files hold none; ValueError
-    without a folder.
-    """
-    folder = Path(folder)
-    require_folder("folder", folder)
-    runs, unread = measure_all(below(folder))
-    runs.sort(key=lambda run: natural(str(run.log.source)))
-    return frame(runs, folder), unread

@@ -10,12 +10,11 @@ from typing import Any
 
 import numpy as np
 
-from trilane.analysis.run_config import RunConfig, of_window, run_config
+from trilane.analysis.run_config import RunConfig, counted, of_window, run_config, whole
 from trilane.analysis.steady_state import WARM_UP, SteadyState, steady_state
 from trilane.config.cluster import Gpu
-from trilane.config.model import ModelShape
 from trilane.config.plan import Plan, read_plan
-from trilane.logs.checks import HARMLESS, Problem, median, of_card
+from trilane.logs.checks import median, of_card
 from trilane.logs.run import RunLog, read_run_folder
 from trilane.utils.tables import Record, as_json
 from trilane.utils.validation import shipped_json
@@ -24,58 +23,45 @@ from trilane.workspace.status import Status
 # Timers of Megatron and DeepSpeed by phase, of which the first that fits takes a timer, and those
 # that include others.
 TIMERS: dict[str, Any] = shipped_json("timers")
+SIZES = ("parameters", "gpus", "dp", "tp", "pp", "mbs", "gbs")
 
 
-def iteration_flops(shape: ModelShape, batch: float, recompute: str = "none") -> dict[str, float]:
-    """FLOPs of one iteration of the whole job, by definition.
+def rates(config: RunConfig, seconds: float) -> dict[str, float]:
+    """FLOP/s per GPU by definition; {} where shape, GPUs, batch or seconds are unknown.
 
-    B sequences of s tokens, L layers, h hidden size, V padded vocabulary:
+    FLOPs of B sequences of s tokens, L layers, h hidden size, V padded vocabulary:
 
         narayanan        96 B s L h^2 (1 + s/(6h) + V/(16 L h)) with full recomputation, 72 and 12
                          for 96 and 16 without
-        megatron_causal  72 B s L h^2 (1 + s/(12h) + V/(12 L h)): half of the scores are masked,
+        megatron_causal  72 B s L h^2 (1 + s/(12h) + V/(12L h)): half of the scores are masked,
                          nothing is recomputed
 
     The first is ours: Narayanan et al. 2021, arXiv:2104.04473, equation 3, which Megatron-DeepSpeed
     printed from February 2022 on. The other is `num_floating_point_operations` in training.py of
     Megatron-LM 2025 (core 0.16). Left out by both: norms, softmax, GELU, optimizer.
     """
-    masked = 6.0 * batch * shape.seq_length**2 * shape.num_layers * shape.hidden_size
-    return {
-        "narayanan": shape.flops_per_iteration(batch, recompute == "full"),
-        "megatron_causal": shape.flops_per_iteration(batch) - masked,
-    }
-
-
-def rates(config: RunConfig, seconds: float) -> dict[str, float]:
-    """FLOP/s per GPU by definition; {} where shape, GPUs, batch or seconds are unknown."""
-    if not (config.shape and config.gpus and config.gbs > 0 and seconds > 0):
+    shape = config.shape
+    gpu_seconds = config.gpus * seconds
+    if not (shape and config.gbs > 0 and gpu_seconds > 0):
         return {}
-    flops = iteration_flops(config.shape, config.gbs, config.recompute)
-    return {name: number / seconds / config.gpus for name, number in flops.items()}
+    masked = 6.0 * config.gbs * shape.seq_length**2 * shape.num_layers * shape.hidden_size
+    flops = shape.flops_per_iteration(config.gbs, config.recompute == "full")
+    causal = shape.flops_per_iteration(config.gbs) - masked
+    return {"narayanan": flops / gpu_seconds, "megatron_causal": causal / gpu_seconds}
 
 
-def utilization(config: RunConfig, seconds: float) -> dict[str, float]:
-    """`mfu` and `hfu`: the model's FLOPs, and the hardware's, over the card's peak; {} where one is
-    unknown.
+def mfu(config: RunConfig, seconds: float) -> float:
+    """The model's FLOPs over the card's peak; NaN where one is unknown.
 
-    MFU: Chowdhery et al. 2022, arXiv:2204.02311, appendix B: recomputation does not count, all of
-    the attention does. HFU counts it: with selective recomputation the attention core once more, 4
-    B s^2 L h (Korthikanti et al. 2022, arXiv:2205.05198, section 5). The peak is the data sheet's
-    dense rate in the run's precision. Left out: kernels that skip the masked half, boost clocks and
-    power caps.
+    Chowdhery et al. 2022, arXiv:2204.02311, appendix B: recomputation does not count, all of the
+    attention does. The peak is the data sheet's dense rate in the run's precision. Left out:
+    kernels that skip the masked half, boost clocks and power caps.
     """
     shape = config.shape
-    peak = config.gpus * config.peak_flops_per_s
-    if not (shape and peak and config.gbs > 0 and seconds > 0):
-        return {}
-    executed = shape.flops_per_iteration(config.gbs, config.recompute == "full")
-    if config.recompute == "selective":
-        executed += 4.0 * config.gbs * shape.seq_length**2 * shape.num_layers * shape.hidden_size
-    return {
-        "mfu": shape.flops_per_iteration(config.gbs) / (seconds * peak),
-        "hfu": executed / (seconds * peak),
-    }
+    peak_flops = config.gpus * config.peak_flops_per_s * seconds
+    if not (shape and config.gbs > 0 and peak_flops > 0):
+        return math.nan
+    return shape.flops_per_iteration(config.gbs) / peak_flops
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,8 +73,8 @@ class Measurement(Record):
     window          which iterations count (see steady_state), `iterations` how many
     sec_per_it      their median
     tokens_per_s    of the whole job
-    flops_per_s     per GPU by definition (iteration_flops, and `printed` where the log has it)
-    utilization     mfu and hfu, where the card is known
+    flops_per_s     per GPU by definition (rates, and `printed` where the log has it)
+    mfu             where the card is known
     lost_share      of the printed time that iterations took beyond the median: stalls, checkpoints
     memory_bytes    the fullest rank's peak
     skipped, nan_iterations     over the whole log: without a step of the optimizer, with a NaN
@@ -103,7 +89,7 @@ class Measurement(Record):
     sec_per_it: float
     tokens_per_s: float
     flops_per_s: dict[str, float] = field(default_factory=dict)
-    utilization: dict[str, float] = field(default_factory=dict)
+    mfu: float
     lost_share: float
     memory_bytes: float
     last_loss: float
@@ -122,39 +108,60 @@ class Measurement(Record):
         """
         return self.flops_per_s.get("narayanan", self.flops_per_s.get("printed", math.nan))
 
-    @property
-    def note(self) -> str:
-        """What a table's notes add to the status: the columns that contradict others."""
-        columns = dict.fromkeys(problem.column for problem in self.log.problems)
-        return f"contradicted: {', '.join(columns)}" if columns else ""
-
-    @property
-    def time_problems(self) -> tuple[Problem, ...]:
-        """The log's problems that leave open how long an iteration takes, or what it computes."""
-        return tuple(problem for problem in self.log.problems if problem.column not in HARMLESS)
+    def row(self) -> dict[str, Any]:
+        """The run in base units, memory in GiB, NaN where unknown; what the log shows of its end is
+        text.
+        """
+        log = self.log
+        config = self.config
+        row: dict[str, Any] = dict.fromkeys(SIZES, math.nan)
+        if config.shape:
+            row["parameters"] = config.shape.parameters
+        for name in SIZES[1:]:
+            value = getattr(config, name)
+            # where the GPUs are unknown, a degree of parallelism of one is only a default
+            if value > 1 or config.gpus or name in ("mbs", "gbs"):
+                row[name] = value or math.nan
+        causes = [*log.collectives, *log.notes]
+        if self.status is not Status.COMPLETED:
+            causes.insert(0, log.evidence)
+        left_out = [f"{number} ({reason})" for reason, number in self.window.left_out.items()]
+        return row | {
+            "memory_gib": self.memory_bytes / 2**30,
+            "sec_per_it": self.sec_per_it,
+            "tflops": self.flops_per_s_per_gpu / 1e12,
+            "mfu": self.mfu,
+            "lost": self.lost_share,
+            "loss": self.last_loss,
+            "tokens_per_s": self.tokens_per_s,
+            "iterations": len(log.iterations),
+            "first_iteration": log.first_iteration,
+            "last_iteration": log.last_iteration,
+            "skipped": self.skipped,
+            "nan_iterations": self.nan_iterations,
+            "status": self.status,
+            "dialect": log.dialect,
+            "hosts": "; ".join(log.hosts),
+            "exclude": log.exclude,
+            "cause": "; ".join(causes),
+            "problems": "; ".join(map(str, log.problems)),
+            "left_out": "; ".join(left_out),
+        }
 
     def to_json(self) -> dict[str, Any]:
-        """The run as one JSON object; null where a value is unknown."""
-        names = ["dialect", "status", "evidence", "rank", "hosts", "collectives", "exclude"]
-        names += ["arguments", "first_iteration", "last_iteration", "problems"]
-        values = {name: getattr(self.log, name) for name in names}
+        """The row as one JSON object with lists, rates by definition and the log's arguments; null
+        where a value is unknown.
+        """
+        names = ("evidence", "rank", "hosts", "collectives", "arguments", "problems")
         notes = [*self.log.notes, self.config.note]
-        values |= {
+        values = {
             "file": self.log.source,
-            "iterations": len(self.log.iterations),
+            **self.row(),
+            **{name: getattr(self.log, name) for name in names},
             "iterations_counted": self.iterations,
             "left_out": self.window.left_out,
-            "global_batch_size": self.config.gbs or None,
-            "sec_per_it": self.sec_per_it,
-            "tokens_per_s": self.tokens_per_s,
             "tflops": {name: rate / 1e12 for name, rate in self.flops_per_s.items()},
-            "mfu": self.utilization.get("mfu"),
-            "hfu": self.utilization.get("hfu"),
-            "max_memory_gib": self.memory_bytes / 2**30,
-            "last_loss": self.last_loss,
             "validation": self.log.validation.to_dict("records"),
-            "skipped_iterations": self.skipped,
-            "nan_iterations": self.nan_iterations,
             "notes": [note for note in notes if note],
         }
         return as_json(values)
@@ -181,10 +188,10 @@ def measure_log(
     """
     config = run_config(log, plan, gpu)
     window = steady_state(log, config.gbs, config.seq_length)
-    config = of_window(config, log, window.counts)
+    counts = window.counts
+    config = of_window(config, log, counts)
     times = log.column("sec_per_it")
-    counted = times[window.counts[: len(times)]]
-    seconds = median(counted) if len(counted) else mean_seconds(log)
+    seconds = median(times[counts]) if counts.any() else mean_seconds(log)
     tokens_per_s = 0.0
     if seconds > 0:
         tokens_per_s = config.gbs * config.seq_length / seconds
@@ -201,76 +208,52 @@ def measure_log(
     if math.isnan(printed):
         printed = median(column)
     flops_per_s = {} if math.isnan(printed) else {"printed": printed}
-    problems = _card_problems(log, config, window, computed)
+    peak = config.peak_flops_per_s
+    if not config.precision:
+        peak *= 2.0  # the rate may be of 8 bits, twice that of 16
+    problems = of_card(counted(log, "flops_per_s_per_gpu", counts), computed.values(), peak)
+    memory = log.memory.reindex(columns=["max_allocated", "max_reserved"]).max().dropna()
     return Measurement(
         name=name or log.source.name,
         log=replace(log, problems=(*log.problems, *problems)),
         config=config,
         window=window,
         plan=plan,
-        iterations=len(counted),
+        iterations=int(counts.sum()),
         sec_per_it=seconds,
-        tokens_per_s=tokens_per_s or printed_tokens(log, window.counts, config.gpus),
+        tokens_per_s=tokens_per_s or printed_tokens(log, counts, config.gpus),
         flops_per_s={**flops_per_s, **computed},
-        utilization=utilization(config, seconds),
+        mfu=mfu(config, seconds),
         lost_share=lost_share,
-        memory_bytes=float(max(memory_by_rank(log).values(), default=math.nan)),
+        memory_bytes=float(memory.iloc[0]) if len(memory) else math.nan,
         last_loss=float(loss[-1]) if len(loss) else math.nan,
         skipped=skipped_iterations(log),
         nan_iterations=nan_iterations(log),
     )
 
 
-def _card_problems(
-    log: RunLog, config: RunConfig, window: SteadyState, computed: dict[str, float]
-) -> list[Problem]:
-    """Rates of the log that the shape or the card contradict."""
-    printed = log.column("flops_per_s_per_gpu")
-    if len(printed) and window.counts.any():
-        printed = printed[window.counts]
-    peak = config.peak_flops_per_s
-    if not config.precision:
-        peak *= 2.0  # the rate may be of 8 bits, twice that of 16
-    return list(of_card(median(printed), computed.values(), peak))
-
-
 def printed_tokens(log: RunLog, counts: np.ndarray, gpus: int) -> float:
     """Tokens per second of the job as the log prints them, where its batch is not known; NaN where
     it prints none.
     """
-    for name, ranks in (("tokens_per_second", 1), ("tokens_per_gpu_per_second", gpus)):
-        printed = log.column(name)
-        if len(printed) and ranks:
-            return ranks * median(printed[counts] if counts.any() else printed)
-    return math.nan
+    if "tokens_per_second" in log.iterations:
+        return counted(log, "tokens_per_second", counts)
+    return (gpus or math.nan) * counted(log, "tokens_per_gpu_per_second", counts)
 
 
 def mean_seconds(log: RunLog) -> float:
     """Seconds per iteration of a log that prints none: the Trainer's runtime over its steps, or
     DeepSpeed's batch over its rate; NaN where there is neither.
     """
-    if "train_runtime" in log.totals:
-        steps = log.arguments.get("total_optimization_steps")
-        if not steps:  # the total of a progress bar
-            steps = float(np.nan_to_num(log.column("train_iters")[-1:].sum()))
-        if isinstance(steps, int | float) and steps > 0:
-            return log.totals["train_runtime"] / steps
-        return math.nan
-    batch = log.arguments.get("deepspeed.train_batch_size")
-    samples_per_s = log.column("samples_per_second")
-    if isinstance(batch, int) and len(samples_per_s):
-        return batch / float(np.nanmedian(samples_per_s))
-    return math.nan
-
-
-def memory_by_rank(log: RunLog) -> dict[int, float]:
-    """Peak bytes of each rank: the most it allocated, else reserved; {} where the log
-    has neither.
-    """
-    for name in ("max_allocated", "max_reserved"):
-        if name in log.memory and log.memory[name].notna().any():
-            return dict(log.memory.set_index("rank")[name].dropna())
-    return {}
+    runtime = log.totals.get("train_runtime")
+    steps = whole(log, "total_optimization_steps")
+    if not steps:  # the total of a progress bar
+        steps = int(np.nan_to_num(log.column("train_iters")[-1:]).sum())
+    if runtime and steps:
+        return runtime / steps
+    samples = whole(log, "deepspeed.train_batch_size")
+    rate = median(log.column("samples_per_second"))
+    return samples / rate if samples and rate else math.nan
 
 
 def skipped_iterations(log: RunLog) -> int:
@@ -287,15 +270,14 @@ def nan_iterations(log: RunLog) -> int:
     loss out then.
     """
     table = log.iterations.reindex(columns=["lm_loss", "nan", "skipped", "loss_scale"])
-    counts = table["nan"]
-    counted = int(counts[np.isfinite(counts)].sum())
+    printed = int(table["nan"].sum())
     leaves_out = re.search(r"megatron|gpt-neox|deepspeedai", log.dialect)
     if not leaves_out or "lm_loss" not in log.iterations:
-        return counted
+        return printed
     # a line that lacks all that Megatron prints behind the losses was cut
     is_whole = table[["nan", "skipped", "loss_scale"]].notna().any(axis=1)
     is_broken = table["lm_loss"].isna() & is_whole & ~(table["skipped"] > 0)
-    return max(counted, int(is_broken.sum()))
+    return max(printed, int(is_broken.sum()))
 
 
 def phases(run: Measurement) -> dict[str, float]:

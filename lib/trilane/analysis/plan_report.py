@@ -1,17 +1,17 @@
 """One plan predicted in full, as `trilane plan show` prints it."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from textwrap import wrap
 from typing import Any
 
-from trilane.analysis.measure import rates, utilization
+from trilane.analysis.measure import mfu, rates
 from trilane.analysis.run_config import config_of
 from trilane.config.plan import Plan
 from trilane.costmodel.calibration import Calibration
 from trilane.costmodel.memory import StageMemory
 from trilane.costmodel.trace import Trace
 from trilane.planning.explain import explain
+from trilane.utils.tables import as_json
 
 TENSORS = ("weights", "gradients", "optimizer", "activations")
 
@@ -29,10 +29,8 @@ def plan_report(
     why = explain(plan, calibration)
     p = why.prediction
     shape = plan.shape
-    topology = plan.topology
-    gpu = plan.cluster.gpu
     config = config_of(plan)
-    used = utilization(config, p.sec_per_it)
+    used = mfu(config, p.sec_per_it)
     tflops = {name: rate / 1e12 for name, rate in rates(config, p.sec_per_it).items()}
     values = {
         "id": plan.id,
@@ -41,42 +39,30 @@ def plan_report(
         "parameters": shape.parameters,
         "why": why.to_json(),
         "tflops": tflops,
-        "mfu": used.get("mfu"),
-        "hfu": used.get("hfu"),
+        "mfu": as_json(used),
         "traced": trace.to_json() if trace else None,
     }
+    machine = f"{config.gpus} GPUs ({config.card}) of {plan.cluster.name}"
     lines = [
         f"{plan.label}  id {plan.id}  engine {plan.engine}",
         f"model     {shape.parameters / 1e9:.4g} B parameters: {shape.summary()}",
+        f"machine   {machine}, {plan.topology.gbs} sequences an iteration",
     ]
     if plan.layer:
         rule = "seconds, memory and rate are those of megatron-core's layer"
         lines.append(f"layer     {plan.layer}; {rule}")
-    machine = f"{topology.gpus} GPUs ({gpu.name}) of {plan.cluster.name}"
-    lines.append(f"machine   {machine}, {topology.gbs} sequences an iteration")
-    interval = f"({p.sec_lo:.3f} to {p.sec_hi:.3f})"
-    lines.append(f"seconds   {p.sec_per_it:.3f} an iteration {interval}")
+    for reason in why.sentences:
+        lines.append(f"- {reason}")
     for name, share in why.shares.items():
-        bar = "#" * round(40 * share)
-        text = f"{'':10}{name:16} {share * p.sec_per_it:9.3f} {share:4.0%} {bar}"
-        lines.append(text.rstrip())
+        lines.append(f"  {name:16} {share * p.sec_per_it:9.3f} s {share:4.0%}")
     words = [f"{value:.4g} TFLOPs {name}" for name, value in tflops.items()]
-    words += [f"{name.upper()} {value:.1%}" for name, value in used.items()]
-    lines.append(f"rate      {', '.join(words)}")
-    memory = f"{p.memory_bytes / 2**30:.1f} GiB of {gpu.memory_bytes / 2**30:.1f}"
+    lines.append(f"rate      {', '.join(words)}, MFU {used:.1%}")
     if p.host_memory_bytes:
-        memory += f", {p.host_memory_bytes / 2**30:.1f} GiB of the host"
-    lines.append(f"memory    {memory}, P(OOM) {p.oom_probability:.2f}")
+        lines.append(f"host      {p.host_memory_bytes / 2**30:.1f} GiB")
     for number, stage in enumerate(p.stages):
-        parts = _gib(asdict(stage))
-        lines.append(f"  stage {number}: {stage.total / 2**30:.1f} GiB: {parts}")
+        lines.append(f"  stage {number}: {_gib(stage.total, asdict(stage))}")
     if trace:
         lines += _traced(trace, p.stages)
-    head = "why"
-    for reason in why.sentences:
-        for line in wrap(reason, 110, subsequent_indent="  "):
-            lines.append(f"{head:10}{line}")
-            head = ""
     return values, "\n".join(lines)
 
 
@@ -87,17 +73,14 @@ def _traced(trace: Trace, stages: Sequence[StageMemory]) -> list[str]:
     ran = f"{len(trace.stages)} of {len(stages)} stages ran on tensors without memory"
     lines = [f"traced    {ran}; left out: context, fragmentation, NCCL's and cuBLAS's buffers"]
     for traced in trace.stages:
-        peak = f"{traced.peak_bytes / 2**30:.1f} GiB ({traced.peak_at})"
         names = (*TENSORS, "temporary", "buffers")
-        parts = _gib({name: getattr(traced, f"{name}_bytes") for name in names})
-        stage = stages[traced.stage]
-        tensors = sum(getattr(stage, name) for name in (*TENSORS, "working")) / 2**30
-        lines.append(
-            f"  stage {traced.stage}: {peak}, {traced.operations:,} kernels: {parts}"
-            f"; predicted {tensors:.1f} without buffers"
-        )
+        parts = _gib(traced.peak_bytes, {name: getattr(traced, f"{name}_bytes") for name in names})
+        tensors = sum(getattr(stages[traced.stage], name) for name in (*TENSORS, "working"))
+        predicted = f"predicted {tensors / 2**30:.1f} without buffers"
+        lines.append(f"  stage {traced.stage}: {parts}; {predicted}")
     return lines
 
 
-def _gib(sizes: dict[str, float]) -> str:
-    return ", ".join(f"{name} {size / 2**30:.2f}" for name, size in sizes.items() if size)
+def _gib(whole: float, parts: Mapping[str, float]) -> str:
+    words = [f"{name} {size / 2**30:.2f}" for name, size in parts.items() if size]
+    return f"{whole / 2**30:.1f} GiB: {', '.join(words)}"

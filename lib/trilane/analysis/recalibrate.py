@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from trilane.analysis.collect import files, measure_all
+from trilane.analysis.collect import matches, measure_all
 from trilane.analysis.measure import Measurement
 from trilane.config.cluster import Cluster
 from trilane.config.parallelism import Topology, invalid_reason
@@ -16,6 +16,7 @@ from trilane.costmodel.measured_rows import (
     stack_of,
 )
 from trilane.costmodel.recalibration import Recalibration, recalibrated
+from trilane.logs.checks import HARMLESS
 from trilane.logs.written_tables import SUFFIXES
 from trilane.utils.validation import require
 from trilane.workspace.study import Study, load_cluster
@@ -26,7 +27,7 @@ STACKS = {"megatron-2021": "megatron-lm", "megatron-deepspeed-2022": "megatron-d
 
 def fit_source(source: str, cluster: Cluster) -> Recalibration:
     """fit() to a file, folder or glob of rows, logs or run folders, or to the runs of a study."""
-    paths = files(source)
+    paths = matches(source)
     if not paths and not Path(source).exists() and "/" not in source:
         study = Study(source)
         paths = study.run_folders()
@@ -66,6 +67,7 @@ def _rows(
     rows, skipped, ignored = read_rows(tables, cluster)
     for run in runs:
         case = case_of(run, cluster)
+        problems = [problem for problem in run.log.problems if problem.column not in HARMLESS]
         if not case:
             reason = "its log does not give shape and topology, or no cluster is given"
             skipped.append(Skipped(row_id=run.name, reason=reason))
@@ -76,7 +78,7 @@ def _rows(
             memory_bytes=run.memory_bytes,
             case=case,
             stack=stack(run, case),
-            problem=str(run.time_problems[0]) if run.time_problems else "",
+            problem="; ".join(map(str, problems)),
         )
         rows.append(row)
     return rows, skipped, ignored

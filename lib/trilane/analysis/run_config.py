@@ -10,6 +10,7 @@ import numpy as np
 from trilane.config.cluster import Gpu
 from trilane.config.model import GATED, ModelShape, padded_vocab_size
 from trilane.config.plan import Plan
+from trilane.logs.checks import median
 from trilane.logs.run import RunLog
 from trilane.utils.validation import shipped_json
 
@@ -59,23 +60,26 @@ def run_config(log: RunLog, plan: Plan | None = None, gpu: Gpu | None = None) ->
 
 def of_window(config: RunConfig, log: RunLog, counts: np.ndarray) -> RunConfig:
     """The configuration with the batch size and the sequence length of the rows that `counts`
-    marks.
+    marks, where it marks any.
     """
-    batch = _median(log, "global_batch_size", counts)
-    if batch > 0:
+    batch = counted(log, "global_batch_size", counts)
+    if batch > 0 and counts.any():
         config = replace(config, gbs=batch)
-    length = int(_median(log, "seq_length", counts))
-    if length >= 1:
-        shape = config.shape and replace(config.shape, seq_length=length)
-        config = replace(config, seq_length=length, shape=shape)
+    length = counted(log, "seq_length", counts)
+    if length >= 1 and counts.any():
+        shape = config.shape and replace(config.shape, seq_length=int(length))
+        config = replace(config, seq_length=int(length), shape=shape)
     return config
 
 
-def _median(log: RunLog, name: str, counts: np.ndarray) -> float:
-    """The median of a column over the rows that count; 0 where none prints it."""
+def counted(log: RunLog, name: str, counts: np.ndarray) -> float:
+    """The median of a column over the rows that count, over all where none does; NaN where none
+    prints it.
+    """
     values = log.column(name)
-    values = values[counts[: len(values)]]
-    return float(np.nan_to_num(np.median(values))) if len(values) else 0.0
+    if len(values) and counts.any():
+        values = values[counts]
+    return median(values)
 
 
 def config_of(plan: Plan) -> RunConfig:
@@ -98,16 +102,16 @@ def config_of(plan: Plan) -> RunConfig:
 
 
 def _of_log(log: RunLog, gpu: Gpu | None) -> RunConfig:
-    tp = _whole(log, *NAMES["tp"]) or 1
-    pp = _whole(log, *NAMES["pp"]) or 1
-    cp = _whole(log, "context_parallel_size") or 1
-    gpus = _whole(log, "world_size", "gpus")
+    tp = whole(log, *NAMES["tp"]) or 1
+    pp = whole(log, *NAMES["pp"]) or 1
+    cp = whole(log, "context_parallel_size") or 1
+    gpus = whole(log, "world_size", "gpus")
     if not gpus and tp * pp == 1:  # DeepSpeed's own dump counts replicas
-        gpus = _whole(log, "deepspeed.world_size")
-    per_stage = _whole(log, "num_layers_per_virtual_pipeline_stage")
+        gpus = whole(log, "deepspeed.world_size")
+    per_stage = whole(log, "num_layers_per_virtual_pipeline_stage")
     interleaving = 1
     if per_stage:
-        interleaving = max(1, _whole(log, "num_layers") // (pp * per_stage))
+        interleaving = max(1, whole(log, "num_layers") // (pp * per_stage))
     shape = None
     note = ""
     other = _not_dense(log)
@@ -121,10 +125,10 @@ def _of_log(log: RunLog, gpu: Gpu | None) -> RunConfig:
         gpus=gpus,
         tp=tp,
         pp=pp,
-        dp=_whole(log, "data_parallel_size", "dp") or max(1, gpus // (tp * cp * pp)),
-        mbs=_whole(log, *NAMES["mbs"]),
+        dp=whole(log, "data_parallel_size", "dp") or max(1, gpus // (tp * cp * pp)),
+        mbs=whole(log, *NAMES["mbs"]),
         gbs=_batch(log, gpus // (tp * pp)),
-        seq_length=_whole(log, "seq_length", "encoder_seq_length"),
+        seq_length=whole(log, "seq_length", "encoder_seq_length"),
         recompute=_recompute(log),
         interleaving=interleaving,
         precision=_precision(log),
@@ -162,15 +166,15 @@ def _shape(log: RunLog) -> ModelShape | None:
     """
     given = log.arguments
     names = ("num_layers", "hidden_size", "num_attention_heads", "seq_length")
-    sizes: dict[str, Any] = {name: _whole(log, name) for name in names}
-    vocabulary = _whole(log, "padded_vocab_size")
-    if not vocabulary and _whole(log, "vocab_size"):
-        tp = _whole(log, *NAMES["tp"]) or 1
-        multiple = _whole(log, "make_vocab_size_divisible_by") or 128
-        vocabulary = padded_vocab_size(_whole(log, "vocab_size"), tp, multiple)
+    sizes: dict[str, Any] = {name: whole(log, name) for name in names}
+    vocabulary = whole(log, "padded_vocab_size")
+    if not vocabulary and whole(log, "vocab_size"):
+        tp = whole(log, *NAMES["tp"]) or 1
+        multiple = whole(log, "make_vocab_size_divisible_by") or 128
+        vocabulary = padded_vocab_size(whole(log, "vocab_size"), tp, multiple)
     if not vocabulary or not all(sizes.values()):
         return None
-    ffn = _whole(log, "ffn_hidden_size") or None
+    ffn = whole(log, "ffn_hidden_size") or None
     activation = "gelu"
     gate = given.get("glu_activation")
     if gate in GATED:
@@ -188,7 +192,7 @@ def _shape(log: RunLog) -> ModelShape | None:
     if given.get("add_bias_linear") is False or _is_on(log, "disable_bias_linear"):
         biases = "qkv" if _is_on(log, "add_qkv_bias") else "none"
     if _is_on(log, "group_query_attention"):
-        groups = _whole(log, "num_query_groups")
+        groups = whole(log, "num_query_groups")
     else:
         groups = 0
     norm = str(given.get("normalization") or given.get("norm"))
@@ -198,9 +202,7 @@ def _shape(log: RunLog) -> ModelShape | None:
             **sizes,
             activation=activation,
             ffn_hidden_size=ffn,
-            num_key_value_heads=groups
-            or _whole(log, "num_key_value_heads", "num_kv_heads")
-            or None,
+            num_key_value_heads=groups or whole(log, "num_key_value_heads", "num_kv_heads") or None,
             normalization=NAMES["norms"].get(norm, "layernorm"),
             positions=NAMES["positions"].get(position.rpartition(".")[2], "learned"),
             biases=biases,
@@ -221,8 +223,8 @@ def _not_dense(log: RunLog) -> str:
     """
     given = log.arguments
     names = [name for name in NAMES["not_dense"] if str(given.get(name)).strip("[]()") not in OFF]
-    width = _whole(log, "kv_channels") * _whole(log, "num_attention_heads")
-    if width and width != _whole(log, "hidden_size"):
+    width = whole(log, "kv_channels") * whole(log, "num_attention_heads")
+    if width and width != whole(log, "hidden_size"):
         names.append("kv_channels")
     return ", ".join(f"{name}={given[name]}" for name in names)
 
@@ -232,13 +234,13 @@ def _batch(log: RunLog, replicas: int) -> float:
     printed.
     """
     printed = np.nan_to_num(log.column("global_batch_size")).max(initial=0)
-    batch = max(_whole(log, *NAMES["gbs"]), printed)
+    batch = max(whole(log, *NAMES["gbs"]), printed)
     if not batch and replicas:  # versions of 2020 print only the batch of a replica
-        batch = _whole(log, "batch_size") * replicas
+        batch = whole(log, "batch_size") * replicas
     return float(batch)
 
 
-def _whole(log: RunLog, *names: str) -> int:
+def whole(log: RunLog, *names: str) -> int:
     """The first argument of these names that is a whole number above zero; 0 where
     there is none.
     """

@@ -10,9 +10,10 @@ from typing import Any, ClassVar
 import numpy as np
 import pandas as pd
 
-from trilane.analysis.loss_curve import LEAST, SIGMAS, WINDOW, Curve, baseline, change
+from trilane.analysis.loss_curve import LEAST, SIGMAS, WINDOW, Curve, baseline, change, join
 from trilane.logs.run import RunLog
-from trilane.utils.tables import Record, as_json
+from trilane.utils.hooks import hook
+from trilane.utils.tables import Record
 
 # the least size of an event, as the logarithm of value over level
 LOSS_SPIKE = math.log(1.05)
@@ -146,34 +147,34 @@ def _logarithms(curve: Curve, name: str) -> tuple[np.ndarray, np.ndarray]:
     return table["iteration"].to_numpy(), np.log(table[name].to_numpy())
 
 
-def training_record(group: Sequence[RunLog], curve: Curve, continuity: Any) -> dict[str, Any]:
-    """A training as JSON; a loss that is no number is null."""
-    restarts = [
-        {"iteration": restart.iteration, "redone": restart.redone, "log": restart.log}
-        for restart in curve.restarts
-    ]
-    record = {
-        "files": [log.source for log in group],
+def training_record(logs: Sequence[RunLog]) -> dict[str, Any]:
+    """The logs of one training, how many lines have a loss, its restarts, events, and breaks, which
+    are what restarts did not continue.
+    """
+    curve = join(logs)
+    continuity = hook("breaks")(logs)
+    names = ("iteration", "redone", "log")
+    return {
+        "files": [str(log.source) for log in logs],
         "iterations": len(curve.table),
-        "restarts": restarts,
+        "losses": len(_logarithms(curve, "lm_loss")[0]),
+        "restarts": [{name: getattr(one, name) for name in names} for one in curve.restarts],
         "events": find_spikes(curve),
         "breaks": continuity.breaks,
         "unjudged": continuity.unjudged,
     }
-    return dict(as_json(record))
 
 
-def training_text(group: Sequence[RunLog], curve: Curve, continuity: Any) -> str:
+def training_text(record: dict[str, Any]) -> str:
     """A training in a line, and a line for each restart, event and break of a restart."""
-    lines = [f"{', '.join(str(log.source) for log in group)}: {len(curve.table)} lines"]
-    for restart in curve.restarts:
-        again = f"({restart.redone} lines done again)"
-        lines.append(f"  restart at iteration {restart.iteration} {again}: {restart.log}")
-    events = find_spikes(curve)
+    lines = [f"{', '.join(record['files'])}: {record['iterations']} lines"]
+    for restart in record["restarts"]:
+        again = f"({restart['redone']} lines done again)"
+        lines.append(f"  restart at iteration {restart['iteration']} {again}: {restart['log']}")
+    events = [*record["events"], *record["breaks"]]
     lines += [f"  {event.sentence}" for event in events]
-    losses = len(_logarithms(curve, "lm_loss")[0])
-    if losses < LEAST:
-        lines.append(f"  cannot be judged: {losses} lines have a loss above 0")
-    elif not events and not continuity.breaks:
+    if record["losses"] < LEAST:
+        lines.append(f"  cannot be judged: {record['losses']} lines have a loss above 0")
+    elif not events:
         lines.append("  no spike, jump or divergence")
-    return "\n".join([*lines, *(f"  {line}" for line in continuity.summary().splitlines())])
+    return "\n".join([*lines, *(f"  not judged: {what}" for what in record["unjudged"])])

@@ -5,16 +5,16 @@ from pathlib import Path
 
 from trilane.analysis import compare as comparison
 from trilane.analysis import tables
-from trilane.analysis.collect import measure_all, measure_path, read_folder
-from trilane.analysis.loss_curve import join, trainings
+from trilane.analysis.collect import measure_all
+from trilane.analysis.loss_curve import trainings
 from trilane.analysis.measure import Measurement
 from trilane.analysis.spikes import training_record, training_text
 from trilane.cli.app import GROUPS, Answer, Group, command, note
 from trilane.config.options import option
 from trilane.logs.dialects import use
-from trilane.utils.hooks import hook
+from trilane.utils.files import natural
 from trilane.utils.tables import as_json, csv_text
-from trilane.utils.validation import require
+from trilane.utils.validation import require, require_folder
 
 logs = Group("logs", help=GROUPS["logs"])
 LOGS = option(argument="LOGS...")
@@ -61,11 +61,13 @@ def table(
     depth.
     """
     use(dialect)
-    rows, bad = read_folder(folder)
+    require_folder("folder", folder)
+    runs, bad = measure_all([folder])
     if bad:
         note([f"left_out={len(bad)}: files that --json names, the first: {bad[0]}"])
     rule = "holds no run: neither plan.json with run.log, nor a training log"
-    require(len(rows) > 0, "folder", folder, rule)
+    require(bool(runs), "folder", folder, rule)
+    rows = tables.frame(sorted(runs, key=lambda run: natural(str(run.log.source))), folder)
     values = {"folder": str(folder), "rows": rows.to_dict("records"), "left_out": bad}
     return Answer(as_json(values), csv_text(rows) if csv else tables.markdown(rows))
 
@@ -80,9 +82,13 @@ def compare(
     """Print whether the runs of B are faster than those of A: logs or run folders of
     two variants.
     """
-    runs_a = [run for path in a for run in measure_path(path)]
-    runs_b = [run for path in b for run in measure_path(path)]
-    return Answer.of(comparison.compare(runs_a, runs_b))
+    sides = []
+    for paths in (a, b):
+        runs, unread = measure_all(paths)
+        if unread:
+            raise ValueError(unread[0])
+        sides.append(runs)
+    return Answer.of(comparison.compare(*sides))
 
 
 @command(logs)
@@ -94,8 +100,6 @@ def spikes(logs: tuple[Path, ...] = LOGS) -> Answer:
     """
     runs, unread = measure_all(logs)
     code = exit_code(unread, runs)
-    groups = trainings([run.log for run in runs])
-    parts = [(group, join(group), hook("breaks")(group)) for group in groups]
-    text = "\n".join(training_text(*one) for one in parts)
-    values = {"trainings": [training_record(*one) for one in parts]}
-    return Answer(values, text or "no log holds an iteration", code)
+    records = [training_record(group) for group in trainings([run.log for run in runs])]
+    text = "\n".join(map(training_text, records))
+    return Answer(as_json({"trainings": records}), text or "no log holds an iteration", code)

@@ -132,7 +132,7 @@ def show(
     *,
     choices: Choices,
 ) -> Answer:
-    """Predict one plan in full: seconds by cause, memory by pipeline stage, TFLOPs, MFU and HFU.
+    """Predict one plan in full: seconds by cause, memory by pipeline stage, TFLOPs and MFU.
 
     The plan is a file, or the options --shape, --cluster, --gbs, --mbs, --tp, --pp, --dp and what
     else differs from the defaults of cluster and engine.

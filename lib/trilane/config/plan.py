@@ -27,7 +27,6 @@ DERIVED = (
     "parameters",
     "tflops",
     "mfu",
-    "hfu",
     "days",
     "measured",
     "traced",
