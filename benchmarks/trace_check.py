@@ -26,7 +26,7 @@ from trilane.config.model import ModelShape
 from trilane.config.parallelism import Topology, invalid_reason
 from trilane.config.plan import Plan
 from trilane.config.training import Dropout
-from trilane.costmodel.expected import Difference, compare
+from trilane.costmodel.expected import compare
 
 LIMITS = {"flops": 0.001, "count": 0.01, "bytes": 0.01}  # by the last word of a quantity, else:
 MEMORY = 0.02
@@ -46,6 +46,15 @@ FAMILIES["llama"] |= {"tied_embeddings": False, "num_key_value_heads": 8}
 def limit(quantity: str) -> float:
     """The share by which a prediction of this quantity may differ."""
     return LIMITS.get(quantity.rpartition(" ")[2], MEMORY)
+
+
+def difference(traced: float, predicted: float) -> float:
+    """(predicted - traced) / traced; infinite where one of the two is 0."""
+    if traced == predicted:
+        return 0.0
+    if not traced or not predicted:
+        return float("inf")
+    return predicted / traced - 1
 
 
 def drawn(count: int, seed: int, engine: str = "") -> Iterator[Plan]:
@@ -112,7 +121,7 @@ def _draw(pick: Any, engine: str, label: str) -> Plan | None:
     return None if refused else plan
 
 
-def check(plan: Plan) -> tuple[Difference, ...] | str:
+def check(plan: Plan) -> list[dict[str, Any]] | str:
     """The comparison of one plan, traced in a process of its own; text where it cannot
     be traced.
     """
@@ -125,7 +134,7 @@ def check(plan: Plan) -> tuple[Difference, ...] | str:
     process.start()
     send.close()
     try:
-        found: tuple[Difference, ...] | str = receive.recv()
+        found: list[dict[str, Any]] | str = receive.recv()
     except EOFError:
         found = "its process ended"
     process.join()
@@ -160,22 +169,24 @@ def main() -> int:
             print(f"{plan.engine:15}{case}: {found}", flush=True)
             failed += 1
             continue
-        far = [d for d in found if abs(d.difference) > limit(d.quantity)]
+        for d in found:
+            d["difference"] = difference(d["traced"], d["predicted"])
+        far = [d for d in found if abs(d["difference"]) > limit(d["quantity"])]
         failed += bool(far)
         print(f"{plan.engine:15}{case}: {len(found)} numbers, {len(far)} too far", flush=True)
         for d in far:
             print(
-                f"  stage {d.stage} {d.quantity}: {d.traced:.6g} traced, {d.predicted:.6g} ({d.difference:+.2%})"
+                "  stage {stage} {quantity}: {traced:.6g} traced, {predicted:.6g} ({difference:+.2%})".format(
+                    **d
+                )
             )
         for d in found:
-            kind = d.quantity.rpartition(" ")[2]
+            kind = d["quantity"].rpartition(" ")[2]
             kind = f"collectives' {kind}" if kind in ("count", "bytes") else kind
             worst[plan.engine, kind] = max(
-                worst.get((plan.engine, kind), (0.0, case)), (abs(d.difference), case)
+                worst.get((plan.engine, kind), (0.0, case)), (abs(d["difference"]), case)
             )
-            rows.append(
-                {"plan": case, "engine": plan.engine, **d.to_json(), "difference": d.difference}
-            )
+            rows.append({"plan": case, "engine": plan.engine, **d})
     print(f"\n{'largest difference':35}")
     for (engine, kind), (share, case) in sorted(worst.items()):
         print(f"{engine:15}{kind:20}{share:8.2%}  {case}")

@@ -217,7 +217,7 @@ def test_a_plan_keeps_the_constants_that_predicted_it(
     assert of_every_command(capsys) == pytest.approx([expected] * 4, rel=1e-12), (
         "whatever became of the study"
     )
-    other = dataclasses.replace(measured, card="H100-80GB", cluster="dgx-h100")
+    other = dataclasses.replace(measured, card="H100-80GB")
     with pytest.raises(ValueError, match="is of H100-80GB"):
         predict(plan, other)
 

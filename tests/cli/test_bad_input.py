@@ -39,7 +39,10 @@ BAD = [
     ("plan show", "shape=missing: needed where no plan is named"),
     ("plan show plan.json --tp 2", "tp=2: contradicts the plan plan.json"),
     ("plan backtest rows.csv --cv month", "cv=month: known: date, hidden, table"),
-    ("calibrate rows.csv --cluster h200 -o out.json", "rows=rows.csv: has no column tp, pp, "),
+    (
+        "calibrate rows.csv --cluster h200 -o out.json",
+        "rows=1: no different configurations among them can be used, 2 are needed; 1: tp, pp, ",
+    ),
     (
         "calibrate nowhere --cluster h200 -o out.json",
         "rows=nowhere: is neither a file, nor a folder with runs",

@@ -15,8 +15,7 @@ from trilane.config.parallelism import Topology
 from trilane.config.plan import Plan, read_plan
 from trilane.config.shapes import read_shape
 from trilane.costmodel import backtest as measured
-from trilane.costmodel.calibration import Calibration
-from trilane.costmodel.shipped import calibration_for, constants_of, foreign
+from trilane.costmodel.shipped import calibration_for, constants_of
 from trilane.costmodel.trace import trace_of
 from trilane.forecasting import deadline
 from trilane.forecasting.forecast import forecast
@@ -54,7 +53,7 @@ def size(
     """
     machine = load_cluster(cluster)
     asked["cluster"] = machine
-    asked["calibration"] = constants(machine, calibration)
+    asked["calibration"] = calibration_for(machine, calibration)
     asked["choices"] = choices
     found = survey(SizeRequest(parameters=params, **asked))
     return Answer(found.to_json(top), found.as_text(top), int(not found.rows))
@@ -82,7 +81,7 @@ def search(
     machine = load_cluster(cluster)
     model = read_shape(shape, seq_length=seq)
     require(gpus <= machine.max_gpus, "gpus", gpus, f"{machine.name} has {machine.max_gpus}")
-    known = constants(machine, calibration)
+    known = calibration_for(machine, calibration)
     asked = {"gpus": gpus, "gbs": gbs, "engine": engine, "top": top, **choices}
     found = search_plans(model, machine, calibration=known, distinct=True, **asked)
     return Answer(found.to_json(), found.as_text(), int(not found.candidates))
@@ -114,7 +113,7 @@ def best(
     """
     machines = [load_cluster(name.strip()) for name in cluster.split(",")]
     for machine in machines:
-        constants(machine, calibration)
+        calibration_for(machine, calibration)
     prices = [parse_count("price", one) for one in price.split(",") if price]
     asked |= {"gpus": gpus, "gbs": gbs, "engine": engine, "calibration": calibration}
     found = deadline.best_within(days, machines, prices=prices, **asked)
@@ -151,15 +150,7 @@ def show(
         read = plan_of(model, load_cluster(cluster), engine or ENGINES[0], choices)
         trace = None
     known = constants_of(read, calibration)
-    note(foreign(known, read.cluster))
     return Answer(*plan_report(read, known, trace))
-
-
-def constants(cluster: Cluster, source: str) -> Calibration:
-    """The constants that are named; that they are of another cluster goes to stderr."""
-    known = calibration_for(cluster, source)
-    note(foreign(known, cluster))
-    return known
 
 
 def plan_of(shape: ModelShape, cluster: Cluster, engine: str, choices: dict[str, Any]) -> Plan:
@@ -181,7 +172,6 @@ def calendar(
     allocation.
     """
     found = forecast(plan, tokens=tokens, **given)
-    note(foreign(found.request.calibration, found.request.plan.cluster))
     lines = [f"{name:21} {text}" for name, text in found.rows().items()]
     return Answer(found.to_json(), "\n".join(lines))
 

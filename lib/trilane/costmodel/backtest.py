@@ -23,7 +23,7 @@ from trilane.costmodel.memory import DEFAULT, memory_for
 from trilane.costmodel.predict import Prediction, predict_case
 from trilane.costmodel.shipped import calibration_for, default, prior_of
 from trilane.utils.progress import progress
-from trilane.utils.tables import DataFrame, Table, Text, as_json
+from trilane.utils.tables import DataFrame, Table, Text, as_json, grouped
 from trilane.utils.validation import require, require_known
 
 # Sets of rows in data/: of the BigScience documents, cleaned and as printed; and of other cards,
@@ -263,9 +263,7 @@ def leave_one_out(rows: Sequence[MeasuredRow], by: str) -> list[Prediction]:
     """
     require_known("cv", by, LEAVE_OUT)
     key = LEAVE_OUT[by]
-    folds = dict[Any, list[MeasuredRow]]()
-    for row in rows:
-        folds.setdefault((group_name(row), key(row)), []).append(row)
+    folds = grouped(rows, lambda row: (group_name(row), key(row)))
     predictions = dict[str, Prediction]()
     for (group, left_out), test in progress(list(folds.items()), f"fits without each {by}", "fit"):
         gone = {r.row_id for r in test} | {r.duplicate_of for r in test}

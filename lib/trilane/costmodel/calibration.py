@@ -4,7 +4,6 @@ predictions scatter.
 
 import hashlib
 import json
-import math
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -74,8 +73,8 @@ class Calibration(Record, Constants):
     `stack` is the software whose shipped rows they are; "" for rows of one's own, or none. `own`
     has the sizes of one's own runs, in the order of predict.SPANS. `deviations` are those of the
     constants' logarithms, in the order of BOUNDS; () for those of the priors. `name` is where they
-    were taken from: a cluster, a software stack, a study or a file; `card` and `cluster` are those
-    of one's own rows. Raises ValueError for a constant outside its physical bound.
+    were taken from: a cluster, a software stack, a study or a file; `card` is that of one's own
+    rows. Raises ValueError for a constant outside its physical bound.
     """
 
     half_width: float = 0.15
@@ -84,7 +83,6 @@ class Calibration(Record, Constants):
     stack: str = ""
     own: tuple[tuple[float, ...], ...] = ()
     card: str = ""
-    cluster: str = ""
     deviations: tuple[float, ...] = ()
     name: str = field(default="", compare=False)
 
@@ -101,7 +99,7 @@ class Calibration(Record, Constants):
         is_inside = 0 < self.half_width <= WIDEST
         rule = f"must be above 0 and at most {WIDEST:g}"
         require(is_inside, "calibration.half_width", self.half_width, rule)
-        for name in ("stack", "card", "cluster", "name"):
+        for name in ("stack", "card", "name"):
             require_line(f"calibration.{name}", getattr(self, name))
         rule = f"must be {len(BOUNDS)} positive numbers, or none"
         count = len(self.deviations)
@@ -109,11 +107,6 @@ class Calibration(Record, Constants):
         require(is_whole, "calibration.deviations", count, rule)
         is_whole = all(len(run) == 8 and min(run) > 0 for run in self.own)
         require(is_whole, "calibration.own", len(self.own), "must be 8 positive numbers a run")
-
-    def summary(self) -> str:
-        words = [word for word in (self.name, self.stack, self.card) if word]
-        words.append(f"{self.rows} rows, 90 % within {math.expm1(self.half_width):.1%}")
-        return ", ".join(words)
 
     def on(self, day: str, gpus: int) -> "Calibration":
         """The calibration of one day: the factors of its regimes applied."""
@@ -157,7 +150,7 @@ def to_json(calibration: Calibration) -> dict[str, Any]:
     """
     values = to_mapping(calibration)
     del values["name"]
-    for name in ("regimes", "stack", "own", "card", "cluster", "deviations"):
+    for name in ("regimes", "stack", "own", "card", "deviations"):
         if not values[name]:
             del values[name]
     return values

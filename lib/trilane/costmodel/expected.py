@@ -6,7 +6,7 @@ buckets whose reduction overlaps (NaN), offload, and layers of one's own.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -25,51 +25,25 @@ from trilane.costmodel.memory import (
     stage_parameters,
 )
 from trilane.costmodel.trace import Trace, TracedStage
-from trilane.utils.tables import Record
 
 Message = tuple[str, str, float, float]  # kind, group, count, bytes of each
 WIDE = 4.0  # bytes in which megatron-core sums gradients
 
 
-@dataclass(frozen=True, kw_only=True)
-class Difference(Record):
-    """One number of a stage: traced, and predicted by the formulas."""
-
-    stage: int
-    quantity: str
-    traced: float
-    predicted: float
-
-    @property
-    def difference(self) -> float:
-        """(predicted - traced) / traced; infinite where one of the two is 0."""
-        if self.traced == self.predicted:
-            return 0.0
-        if not self.traced or not self.predicted:
-            return float("inf")
-        return self.predicted / self.traced - 1
-
-
-def compare(plan: Plan, trace: Trace) -> tuple[Difference, ...]:
-    """Each number of the stages that were traced beside its prediction: `compare(plan,
-    trace_of(plan, "plan.json"))`.
+def compare(plan: Plan, trace: Trace) -> list[dict[str, Any]]:
+    """Each number of the stages that were traced beside its prediction, as `stage`, `quantity`,
+    `traced` and `predicted`: `compare(plan, trace_of(plan, "plan.json"))`.
 
     Bytes of a kind of memory (activations: of one microbatch, and how many are in flight), FLOPs,
     and count and bytes of the collectives of each kind and group; NaN is unknown.
     """
     differences = []
     for stage in trace.stages:
-        numbers = traced(stage)
-        predicted = expected(plan, stage.stage)
-        for quantity in dict.fromkeys([*numbers, *predicted]):
-            difference = Difference(
-                stage=stage.stage,
-                quantity=quantity,
-                traced=numbers.get(quantity, 0.0),
-                predicted=predicted.get(quantity, 0.0),
-            )
-            differences.append(difference)
-    return tuple(differences)
+        pair = {"traced": traced(stage), "predicted": expected(plan, stage.stage)}
+        for quantity in dict.fromkeys([*pair["traced"], *pair["predicted"]]):
+            numbers = {side: values.get(quantity, 0.0) for side, values in pair.items()}
+            differences.append({"stage": stage.stage, "quantity": quantity, **numbers})
+    return differences
 
 
 def traced(stage: TracedStage) -> dict[str, float]:

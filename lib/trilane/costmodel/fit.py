@@ -13,6 +13,7 @@ from trilane.costmodel.calibration import FACTOR, WIDEST, Calibration, Configura
 from trilane.costmodel.columns import Columns, columns_of, stack
 from trilane.costmodel.constants import BOUNDS, GIVEN, Constants
 from trilane.costmodel.iteration import iteration_columns, iteration_time
+from trilane.utils.tables import grouped
 
 NOISE = {"cuda": 0.02, "cpu": 0.05}  # of ln(seconds): repeats differ by 0.15-2 % (docs/planner.md)
 STEP = 1e-3  # of a constant's logarithm, for slopes
@@ -32,11 +33,8 @@ Errors = Callable[[np.ndarray], np.ndarray]
 
 def by_cluster(cases: Sequence[Configuration]) -> list[Group]:
     """The cases of each cluster as Columns, with their indices in `cases`."""
-    members = dict[str, list[int]]()
-    for number, case in enumerate(cases):
-        members.setdefault(case.cluster.name, []).append(number)
     groups = []
-    for index in members.values():
+    for index in grouped(range(len(cases)), lambda i: cases[i].cluster.name).values():
         chosen = [cases[i] for i in index]
         columns = stack([columns_of(c.shape, c.topology, c.engine) for c in chosen])
         groups.append((chosen[0].cluster, np.array(index), columns))

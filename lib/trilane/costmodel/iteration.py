@@ -1,5 +1,6 @@
 """Seconds per iteration and its parts, for one plan or for arrays of them."""
 
+import functools
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -15,7 +16,7 @@ from trilane.costmodel.columns import (
 )
 from trilane.costmodel.constants import Constants
 from trilane.costmodel.layers import embedding_seconds, head_seconds, layer_time
-from trilane.costmodel.memory import memory_bytes, stage_layers_at
+from trilane.costmodel.memory import extreme_stages, memory_bytes, stage_layers_at
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -203,15 +204,11 @@ def pressure(columns: Columns, cluster: Cluster, constants: Constants) -> Number
 
 
 def stage_seconds(
-    columns: Columns, layer: Number, head: Number, embedding: Number
-) -> tuple[Number, Number]:
-    """Seconds per microbatch of the slowest stage, and of all stages together."""
-    first, middle, last = columns.stage_layers
-    alone = columns.pp == 1
-    at_end = np.where(alone, 0, last * layer + head)
-    slowest = np.maximum(first * layer + embedding + alone * head, at_end)
-    slowest = np.maximum(slowest, np.where(columns.pp > 2, middle * layer, 0))
-    return slowest, columns.layers * layer + head + embedding
+    columns: Columns, stage: Number, layer: Number, head: Number, embedding: Number
+) -> Number:
+    """Seconds per microbatch of stage `stage`, of those of a layer, the head and the embedding."""
+    layers = stage_layers_at(columns, stage) * layer
+    return layers + (stage == 0) * embedding + (stage == columns.pp - 1) * head
 
 
 def iteration_columns(columns: Columns, cluster: Cluster, constants: Constants) -> IterationTime:
@@ -228,7 +225,9 @@ def iteration_columns(columns: Columns, cluster: Cluster, constants: Constants) 
     layer = layer_time(x, cluster, c)
     head = head_seconds(x, cluster, c)
     embedding = embedding_seconds(x, cluster, c)
-    slowest, whole = stage_seconds(x, layer.total, head, embedding)
+    stages = [stage_seconds(x, i, layer.total, head, embedding) for i in extreme_stages(x)]
+    slowest = functools.reduce(np.maximum, stages)
+    whole = x.layers * layer.total + head + embedding
     p2p = p2p_seconds(x, cluster, c)
     first, middle, _ = x.stage_layers
     parameters = np.maximum(first, middle) * x.layer_parameters + x.embedding_parameters
@@ -260,8 +259,7 @@ def seconds_per_stage(columns: Columns, cluster: Cluster, constants: Constants) 
     """Predicted seconds that one microbatch, forward and backward, takes on each pipeline stage,
     first to last.
     """
-    stage = np.arange(columns.pp)
-    seconds = stage_layers_at(columns, stage) * layer_time(columns, cluster, constants).total
-    seconds[0] += embedding_seconds(columns, cluster, constants)
-    seconds[-1] += head_seconds(columns, cluster, constants)
-    return seconds.tolist()
+    layer = layer_time(columns, cluster, constants).total
+    head = head_seconds(columns, cluster, constants)
+    embedding = embedding_seconds(columns, cluster, constants)
+    return stage_seconds(columns, np.arange(columns.pp), layer, head, embedding).tolist()

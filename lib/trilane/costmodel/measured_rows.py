@@ -99,15 +99,12 @@ def each_row(
     """The rows of a CSV, of the tables in a Markdown file or of a DataFrame, in their order.
 
     `cluster` replaces the column of that name. A cell that is empty, or has no column, leaves the
-    choice to default_topology(). Raises ValueError for a file that is missing, holds no table, or
-    lacks columns.
+    choice to default_topology(). Raises ValueError for a file that is missing.
     """
     clusters = {name: hardware.cluster(name) for name in hardware.catalogue()}
     machine = load_cluster(cluster) if cluster else None
     name = str(source) if isinstance(source, str | Path) else "DataFrame"
     for columns, table in _tables(source):
-        missing = ", ".join(column for column in NEEDED if column not in columns)
-        require(not missing, "rows", name, f"has no column {missing}; needed: {', '.join(NEEDED)}")
         for column in filter(None, columns):
             require(columns.count(column) == 1, "column", column, "is there twice")
         for place, texts in table:
@@ -149,7 +146,6 @@ def _tables(source: Source) -> list[tuple[list[str], list[tuple[str, list[str]]]
             rows = [(f"line {line}", texts) for line, texts in body if any(texts)]
             if suffix == ".csv" or "sec_per_it" in header:  # a document has other tables
                 tables.append((_names(header), rows))
-        require(bool(tables), "rows", source, "holds no table of measured rows")
         return tables
     rows = []
     cells = source.astype(object).where(source.notna(), "")

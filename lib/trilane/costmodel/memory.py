@@ -371,15 +371,17 @@ def host_bytes(columns: Columns, stage: Number, constants: MemoryConstants = DEF
 def memory_bytes(
     columns: Columns, cluster: Cluster, constants: MemoryConstants = DEFAULT
 ) -> Number:
-    """Bytes of the fullest stage: the first, the second (no embedding, less in flight) or the last
-    (logits).
+    """Bytes of the fullest stage."""
+    stages = [stage_memory(columns, i, cluster, constants) for i in extreme_stages(columns)]
+    return functools.reduce(np.maximum, [stage.total for stage in stages])
+
+
+def extreme_stages(columns: Columns) -> tuple[Number, Number, Number]:
+    """The first, the second (no embedding, less in flight) and the last pipeline stage (logits): no
+    other takes more.
     """
     last = columns.pp - 1
-    totals = [
-        stage_memory(columns, stage, cluster, constants).total
-        for stage in (0, np.minimum(1, last), last)
-    ]
-    return functools.reduce(np.maximum, totals)
+    return 0, np.minimum(1, last), last
 
 
 def memory_per_stage(

@@ -49,11 +49,6 @@ class PipelineSchedule:
         """Seconds of the iteration as scheduled."""
         return self.pipeline_end + self.data_parallel + self.optimizer
 
-    @property
-    def slowest(self) -> int:
-        """The stage that sets the pace."""
-        return max(range(len(self.stage_seconds)), key=self.stage_seconds.__getitem__)
-
 
 def pipeline_schedule(topology: Topology, prediction: Prediction) -> PipelineSchedule:
     """The schedule of a predicted plan.

@@ -14,7 +14,6 @@ import pandas as pd
 
 from trilane.config.cluster import Cluster, catalogue
 from trilane.costmodel.calibration import Calibration, Configuration, to_json
-from trilane.costmodel.constants import BOUNDS
 from trilane.costmodel.fit import Refit, half_widths, refit
 from trilane.costmodel.measured_rows import (
     MeasuredRow,
@@ -32,7 +31,6 @@ from trilane.workspace.study import Study, load_cluster
 # a tenfold error of one row is beyond 6, other units than seconds are beyond 30.
 CONTRADICTION = 6
 OTHER_UNIT = 30
-MOVED = 0.01  # a relative change from which on a constant is named
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,7 +72,6 @@ class Recalibration(Table):
         fitted = replace(
             self.fit.calibration,
             card=cluster.gpu.name,
-            cluster=cluster.name,
             name=f"{len(self.rows)} rows of {cluster.name}",
         )
         if not self.fit.weight:
@@ -100,14 +97,9 @@ class Recalibration(Table):
             figures[name] = {"median": float(np.median(errors)), "p90": p90}
         return figures
 
-    def moved(self) -> dict[str, tuple[float, float]]:
-        """The constants that changed by 1 % or more, before and after."""
-        pairs = {name: (getattr(self.prior, name), getattr(self.fitted, name)) for name in BOUNDS}
-        return {name: pair for name, pair in pairs.items() if abs(pair[1] / pair[0] - 1) >= MOVED}
-
     def summary(self) -> str:
-        """How many rows count and why others do not, the errors before and after, and what moved,
-        a line each.
+        """How many rows count and why others do not, and the errors before and after, a
+        line each.
         """
         lines = list[str]()
         if self.fit:
@@ -118,8 +110,6 @@ class Recalibration(Table):
                 lines.append(f"error {when}, each row left out of its fit: {figures}")
             if not self.fit.weight:
                 lines.append("they do not predict each other better: the constants stay")
-            for constant, (old, new) in self.moved().items():
-                lines.append(f"moved: {constant} {old:.3g} -> {new:.3g}")
         for reason, count in Counter(row.reason for row in self.left_out).items():
             lines.append(f"not used: {count} rows: {reason}")
         lines += [f"ignored {line}" for line in self.ignored]
@@ -132,7 +122,6 @@ class Recalibration(Table):
             "ignored": self.ignored,
             **self.errors(),
             "weight": self.fit.weight if self.fit else 0.0,
-            "moved": self.moved(),
             "calibration": self.fitted.kept(),
         }
         return as_json(values)
@@ -212,7 +201,6 @@ def recalibrated(
             used.append(row)
     kinds = len({(row.case.shape, row.case.topology) for row in used})
     reasons = [f"; {row.row_id}: {row.reason}" for row in left_out[:3]]
-    reasons += [f"; ignored {line}" for line in ignored[:3]]
     rule = f"{kinds or 'no'} different configurations among them can be used, {least} are needed"
     require(kinds >= least, "rows", len(rows) + len(skipped), rule + "".join(reasons))
     machine = used[0].case.cluster
@@ -235,6 +223,7 @@ def _reasons(rows: Sequence[MeasuredRow], stack: str, cluster: Cluster | None) -
     first = dict[Any, MeasuredRow]()
     for row in rows:
         case = row.case
+        site = row.site if row.site in catalogue() else case.cluster.name
         original = first.setdefault((case.shape, case.topology, row.seconds), row)
         if not row.seconds > 0:
             yield "has no seconds"
@@ -246,10 +235,8 @@ def _reasons(rows: Sequence[MeasuredRow], stack: str, cluster: Cluster | None) -
             yield row.problem
         elif row.stack != stack:
             yield f"is of {row.stack or 'no named software'}; most are of {stack or 'none'}"
-        elif cluster and case.cluster.name != cluster.name:
-            yield f"ran on {case.cluster.name}"
-        elif cluster and row.site in catalogue() and row.site != cluster.name:
-            yield f"ran on {row.site}"
+        elif cluster and site != cluster.name:
+            yield f"ran on {site}"
         elif original is not row:
             yield f"repeats {original.row_id} to its last digit"
         else:

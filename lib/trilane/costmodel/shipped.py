@@ -18,6 +18,7 @@ from trilane.costmodel.calibration import Calibration, Configuration, Regime, fr
 from trilane.costmodel.constants import BOUNDS
 from trilane.costmodel.fit import MISFIT, log_constants, row_errors, sensitivities
 from trilane.costmodel.measured_rows import MeasuredRow, every_row, usable
+from trilane.utils.tables import grouped
 from trilane.utils.validation import from_mapping, read_json, require, shipped_json
 from trilane.workspace.study import Study, load_cluster
 
@@ -50,10 +51,8 @@ def default(cluster: Cluster, stack: str = "") -> Calibration:
 @functools.cache
 def _fits() -> list["Fit"]:
     """The shipped fits with their rows."""
-    groups: dict[str, list[MeasuredRow]] = {}
-    for row in usable(every_row()):
-        groups.setdefault(f"{nodes_name(row.case.cluster.name)}/{row.stack}", []).append(row)
     shipped = shipped_json("calibrations")
+    groups = grouped(usable(every_row()), lambda r: f"{nodes_name(r.case.cluster.name)}/{r.stack}")
     return [Fit.of(rows, from_json(shipped[name])) for name, rows in groups.items()]
 
 
@@ -174,8 +173,6 @@ def calibration_for(cluster: Cluster | str, source: str | Calibration = "") -> C
 
 def _constants(cluster: Cluster, source: str) -> Calibration:
     if not source or source in stacks():
-        rule = "is a file and a stack; for the file ./ before it"
-        require(not Path(source).is_file(), "calibration", source, rule)
         return default(cluster, source)
     if source.endswith(".json") or Path(source).is_file():
         return from_json(read_json(source, "calibration"), source)
@@ -199,14 +196,6 @@ def constants_of(
     if not source and kept and machine.name == plan.cluster.name:
         source = replace(from_json(kept["constants"], kept["name"]), name=kept["name"])
     return calibration_for(machine, source)
-
-
-def foreign(used: Calibration, cluster: Cluster) -> list[str]:
-    """A warning where the constants were fitted to rows of another cluster with the same card."""
-    if used.cluster in ("", cluster.name) and used.card in ("", cluster.gpu.name):
-        return []
-    rows = f"{used.cluster} ({used.card}), not of {cluster.name}"
-    return [f"calibration={used.name}: fitted to rows of {rows}"]
 
 
 @functools.cache

@@ -13,7 +13,6 @@ import numpy as np
 
 from trilane.config.plan import Plan, read_plan
 from trilane.costmodel.fit import Z90
-from trilane.costmodel.shipped import foreign
 from trilane.forecasting.failures import Cause, FailureModel
 from trilane.forecasting.request import ForecastRequest
 from trilane.forecasting.simulation import Outcomes, Work, simulate
@@ -213,7 +212,6 @@ class Forecast(Table):
         """
         r = self.request
         facts = self.facts()
-        others = [f"by other constants: {line}" for line in foreign(r.calibration, r.plan.cluster)]
         return Text.of(
             "Done by **{}** (19 of 20 runs by {}), after **{} days** and **{} GPU-hours**; {}; {}.",
             facts["done by"],
@@ -221,7 +219,7 @@ class Forecast(Table):
             facts["days"],
             facts["GPU-hours"],
             self.risks(),
-            "; ".join([r.prediction.support.words, *others]),
+            r.prediction.support.words,
         )
 
     def risks(self) -> str:

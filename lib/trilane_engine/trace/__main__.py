@@ -89,7 +89,7 @@ def text(plan: Plan, trace: Trace) -> str:
     """The trace for a person: a line a stage, and what is predicted of it, in bytes and FLOPs."""
     stages = DataFrame([stage.to_json() for stage in trace.stages])
     stages = stages.drop(columns=["rank", "collectives", "schedule"])
-    numbers = DataFrame([one.to_json() for one in compare(plan, trace)])
+    numbers = DataFrame(compare(plan, trace))
     return f"{stages.to_string(index=False)}\n\n{numbers.to_string(index=False)}"
 
 
