@@ -40,10 +40,6 @@ DUMP = "------------------------ arguments ------------------------\n" + argumen
 MEMORY = "[Rank 3] (after 1 iterations) memory (MB) | allocated: 1.0 | max allocated: 2048.0 | reserved: 3.0 | max reserved: 4096.0\n"
 
 
-# a program that has not measured its first rate prints 0 for it
-METASEQ = 'train_inner | {"wps": "0", "num_updates": "1"}\ntrain_inner | {"wps": "4000", "num_updates": "2"}\n'
-
-
 def log(folder, name="a.log", text=None):
     (folder / name).write_text(text or DUMP + "".join(map(m2021, range(1, 11))) + MEMORY)
     return str(folder / name)
@@ -64,7 +60,6 @@ def parsed(capsys, *arguments):
             "{'loss': 2.5, 'epoch': 0.1}\n{'loss': 2.25, 'epoch': 0.2}\n",
             {"iterations": 2, "sec_per_it": None},
         ),
-        (METASEQ, {"tokens_per_s": 4000.0}),
     ],
 )
 def test_what_a_log_prints_is_kept_and_what_it_lacks_is_null(tmp_path, capsys, text, values):

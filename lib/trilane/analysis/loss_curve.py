@@ -110,7 +110,7 @@ def join(logs: Sequence[RunLog], seq_length: int = 0) -> Curve:
         last = log
     validation = pd.DataFrame()
     for log in logs:
-        validation = continued(validation, log)
+        validation = continued(validation, log, "validation")
     table = whole.reset_index(drop=True)
     return Curve(table=table, restarts=tuple(restarts), validation=validation)
 

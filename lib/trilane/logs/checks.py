@@ -76,10 +76,6 @@ def of_card(printed: float, computed: Collection[float], peak: float) -> Iterato
 
 
 def median(numbers: np.ndarray) -> float:
-    """Of the finite numbers, NaN without any. numpy's takes ten times as long on the few lines of a
-    short run.
-    """
-    finite = np.sort(numbers[np.isfinite(numbers)])
-    if not len(finite):
-        return NAN
-    return float(finite[len(finite) // 2] + finite[(len(finite) - 1) // 2]) / 2
+    """Of the finite numbers, NaN without any."""
+    finite = numbers[np.isfinite(numbers)]
+    return float(np.median(finite)) if len(finite) else NAN

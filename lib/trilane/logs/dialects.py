@@ -47,7 +47,6 @@ FIELD = (  # a name, and a number that is no part of a longer one, of a time or 
 )
 MAX_LINE = 1 << 13  # bytes: patterns may take time that grows with the square of a line's length
 PATTERNS = ("iteration", "validation", "memory", "end")
-NEEDED = {"iteration": "iteration", "validation": "lm_loss"}  # a group of each of these patterns
 
 
 Unit = tuple[str, float, float]  # column, multiplier and divisor to the unit of the column
@@ -60,7 +59,7 @@ class Dialect:
 
     `fields` gives column and unit for a number's printed name; one of `words` stands in every line
     that matters (none given: any line may). `variants` are names of programs, by what their lines
-    hold. `absent` are numbers that are printed where a column has none.
+    hold.
 
     Raises ValueError("field=value: the rule").
     """
@@ -74,10 +73,8 @@ class Dialect:
     end: tuple[str, ...] = ()
     lines: str = ""
     first_iteration: int = 1
-    needs: tuple[str, ...] = ()
     words: tuple[str, ...] = ()
     variants: dict[str, str] = field(default_factory=dict)
-    absent: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         require_known("lines", self.lines, ("", "json", "block", "bar"))
@@ -89,10 +86,10 @@ class Dialect:
                 text = shown(getattr(self, key))
                 raise ValueError(f"{key}={text}: is no regular expression ({error})") from None
             for pattern in patterns:
-                columns = {_column_of_group(name)[0] for name in pattern.groupindex}
-                needed = NEEDED.get(key, "")
-                rule = f"must have a group (?P<{needed}>...)"
-                require(not needed or needed in columns, key, pattern.pattern.decode(), rule)
+                columns = [_column_of_group(name)[0] for name in pattern.groupindex]
+                rule = "must have a group (?P<iteration>...)"
+                is_numbered = key != "iteration" or "iteration" in columns
+                require(is_numbered, key, pattern.pattern.decode(), rule)
         assert self.columns is not None  # which checks the rest
 
     def patterns(self, key: str) -> tuple[re.Pattern[bytes], ...]:
@@ -122,19 +119,14 @@ class Dialect:
         rows = self.rows("iteration", line)
         if not rows or (self.lines == "json" and not line.rstrip().endswith(b"}")):
             return {}
-        row = rows[0] | self.rest(line, rows[0].keys())
-        return row if row.keys() >= {*self.needs} else {}
+        return rows[0] | self.rest(line, rows[0])
 
     def rows(self, key: str, line: bytes) -> list[Row]:
-        """The numbers of each match of a key's patterns in the line."""
+        """The numbers of each match of a key's patterns in the line, {} where it has none."""
         rows = []
         for pattern in self.patterns(key):
             rows += [_row(match) for match in pattern.finditer(line[:MAX_LINE])]
         return rows
-
-    def matches(self, key: str, line: bytes) -> bool:
-        """Whether a pattern of that key stands in the line."""
-        return any(pattern.search(line[:MAX_LINE]) for pattern in self.patterns(key))
 
     def variant(self, line: bytes) -> str:
         """The name of the program that printed the iteration."""

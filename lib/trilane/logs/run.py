@@ -1,6 +1,6 @@
 """RunLog: the content of one training run's log, or of a run folder, and how the run ended."""
 
-import re
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -37,8 +37,8 @@ class RunLog(Table):
     iterations   a row per iteration line: iteration, consumed_samples, sec_per_it, lm_loss,
                  grad_norm, ...; NaN where one is missing (a skipped iteration has no loss)
     validation   a row per evaluation: iteration, lm_loss
-    memory       a row per rank: rank, iteration, allocated, max_allocated, reserved, max_reserved;
-                 `max_` is the most that the rank ever reported
+    memory       a row per rank: rank, allocated, max_allocated, reserved, max_reserved, each the
+                 most that the rank ever reported
     timers       a row per iteration: iteration, and each timer of the framework
     totals       numbers printed once, such as train_runtime
     status       how it ended; `evidence` is the line that proves it, `rank` the rank that printed
@@ -158,7 +158,7 @@ def _finish(run: PartialRun, path: Path, notes: tuple[str, ...]) -> RunLog:
         source=path,
         iterations=iterations,
         validation=frame(run.validation, ("iteration",)),
-        memory=frame(memory, ("rank", "iteration")),
+        memory=frame(memory, ("rank",)),
         status=status,
         evidence=evidence,
         dialect=" + ".join(sorted(programs.get(name, name) for name in counted)) or "unknown",
@@ -195,11 +195,10 @@ def _status(run: PartialRun) -> tuple[Status, str, Ending | None]:
     if end and end.level < Level.PLANNED:
         return end.status, end.evidence, end
     evidence = endings.text(run.last_line)
-    loss = last(run.iterations, "lm_loss")
-    behind_loss = run.last_line.lower().partition(b"loss")[2]
-    is_nan = loss != loss and b"nan" in behind_loss[:16]
+    row = run.iterations[-1] if run.rows else {}
+    loss = row.get("lm_loss", 1.0)
     # the Trainer prints 0 for a loss that is NaN
-    if is_nan or (loss == 0 and re.search(rb"'grad_norm': '?nan", run.last_line)):
+    if math.isnan(loss) or (loss == 0 and math.isnan(row.get("grad_norm", 1.0))):
         return Status.NAN_LOSS, evidence, None
     if end and end.level == Level.PLANNED:
         return end.status, end.evidence, end
@@ -241,9 +240,9 @@ def _joined(parts: list[RunLog]) -> RunLog:
             resumes = (*resumes, (first, again))
         whole = replace(
             part,
-            iterations=_until(whole.iterations, part.iterations, part.iterations),
-            timers=_until(whole.timers, part.timers, part.timers),
-            validation=continued(whole.validation, part),
+            iterations=continued(whole.iterations, part, "iterations"),
+            timers=continued(whole.timers, part, "timers"),
+            validation=continued(whole.validation, part, "validation"),
             resumes=resumes,
             problems=tuple(dict.fromkeys((*whole.problems, *part.problems))),
             notes=(*whole.notes, *part.notes),
@@ -251,18 +250,15 @@ def _joined(parts: list[RunLog]) -> RunLog:
     return whole
 
 
-def continued(before: DataFrame, log: RunLog) -> DataFrame:
-    """The evaluations of earlier logs before the first iteration of `log`, and its own."""
-    return _until(before, log.iterations, log.validation)
-
-
-def _until(before: DataFrame, iterations: DataFrame, after: DataFrame) -> DataFrame:
-    """The rows before the first of these iterations, and those after it."""
+def continued(before: DataFrame, log: RunLog, name: str) -> DataFrame:
+    """The rows of earlier logs before the first iteration of `log`, and its own, of its table of
+    that name.
+    """
     import pandas as pd
 
-    if len(before) and len(iterations):
-        before = before[before["iteration"] < iterations["iteration"].iloc[0]]
-    parts = [part for part in (before, after) if len(part)]
+    if len(before) and len(log.iterations):
+        before = before[before["iteration"] < log.iterations["iteration"].iloc[0]]
+    parts = [part for part in (before, getattr(log, name)) if len(part)]
     if parts:
         return pd.concat(parts, ignore_index=True)
     return before

@@ -91,10 +91,9 @@ class Facts:
         self.inside = max(0, self.inside - 1)
         given = arguments.traced(line)
         sizes = arguments.sizes(line)
-        for name, value in given.items():
-            run.arguments.setdefault(name, value)
-        # what the program prints takes precedence over what the script passed
-        run.arguments |= sizes
+        if given or sizes:
+            # what the program prints takes precedence over what the script passed
+            run.arguments = given | run.arguments | sizes
         return bool(given or sizes)
 
     def end(self, line: bytes, run: PartialRun) -> bool:

@@ -35,11 +35,6 @@ class Reader:
         self._facts = Facts()
         self._dicts = trainer_dicts.TrainerDicts(self._runs)
 
-    @property
-    def run(self) -> PartialRun:
-        """The current run."""
-        return self._runs.all[-1]
-
     def close(self) -> list[PartialRun]:
         """The runs of the file that have any content."""
         self._end()
@@ -78,11 +73,12 @@ class Reader:
         elif is_bar and (bar := trainer_dicts.bar(line)):
             self._dicts.bar = bar
         is_launch = bool(LAUNCH.search(line))
-        if is_launch:
-            self._runs.launch()
-        has_arguments = self._facts.arguments(line, self.run)
-        has_numbers = self._facts.numbers(line, self.run)
-        has_end = self._facts.end(line, self.run)
+        if is_launch:  # of another run where the current one has begun or ended
+            self._runs.begin()
+            self._runs.run.launched = True
+        has_arguments = self._facts.arguments(line, self._runs.run)
+        has_numbers = self._facts.numbers(line, self._runs.run)
+        has_end = self._facts.end(line, self._runs.run)
         is_other = is_launch or has_arguments or has_numbers or has_end
         return is_other or is_dict or is_bar or bool(tables)
 
@@ -108,23 +104,25 @@ class Reader:
 
     def _around(self, line: bytes, dialect: Dialect) -> bool:
         """Read a line of that dialect that is no iteration; whether it is one."""
-        if dialect.matches("end", line):
+        if dialect.rows("end", line):
             self._end()
             level = endings.Level.PLANNED
-            self.run.add_ending(endings.reported(level, Status.COMPLETED, line, self.run.rows))
+            self._runs.run.add_ending(
+                endings.reported(level, Status.COMPLETED, line, self._runs.run.rows)
+            )
         elif evaluations := dialect.rows("validation", line):
             self._end()
-            self.run.add_validation(evaluations[0])
+            self._runs.run.add_validation(evaluations[0])
         else:
             reports = dialect.rows("memory", line)
             for report in reports:
-                self.run.add_memory(report, source(line))
+                self._runs.run.add_memory(report, source(line))
             return bool(reports)
         return True
 
     def _continues(self, dialect: Dialect, row: Row, line: bytes) -> bool:
         """Whether the line continues the iteration that is open, which then may end."""
-        if dialect.matches("iteration", line):
+        if dialect.rows("iteration", line):
             return False
         if more := dialect.rest(line, row):
             row |= more

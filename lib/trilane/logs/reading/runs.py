@@ -139,16 +139,15 @@ class PartialRun:
             self.validation.append({"iteration": number, **row})
 
     def add_memory(self, report: Row, source: float) -> None:
-        """Update the memory of a rank, or of what printed it (NaN: unnamed, counts as 0): the
-        current bytes, and the most it ever reported.
+        """Update the memory of a rank, or of what printed it (NaN: unnamed, counts as 0): the most
+        bytes that it ever reported.
         """
         number = report.get("rank", source)
         if number != number:
             number = 0.0
-        row = self.memory.setdefault(int(number), {"rank": number, "iteration": self.iteration})
+        row = self.memory.setdefault(int(number), {"rank": number})
         for name, value in report.items():
-            if value > row.get(name, -1.0) or not name.startswith("max_"):
-                row[name] = value
+            row[name] = max(row.get(name, value), value)
 
     def add_ending(self, new: Ending) -> None:
         """Add an ending. Of each level and status the first one is kept that the run did not
@@ -184,9 +183,6 @@ class Runs:
         time_s = row.get("time_s", NAN)
         if "time_s" not in row and "sec_per_it" not in row:
             time_s = timestamp(line)
-        for column, text in dialect.absent.items():
-            if row.get(column) == float(text):
-                del row[column]
         printed_by = source(line)
         is_drawn = dialect.lines in ("bar", "block")
         if is_drawn and run.dialects.keys() == {dialect.name} and self._repeats(row):
@@ -226,11 +222,6 @@ class Runs:
         if not is_next:
             self.begin()
         self.run.add(self.run.timed(row, time_s, dialect), dialect, source, line)
-
-    def launch(self) -> None:
-        """Read a line of a launch: of another run where the current one has begun or ended."""
-        self.begin()
-        self.run.launched = True
 
     def begin(self) -> None:
         """Begin another run, unless the current one has nothing yet."""

@@ -2,9 +2,8 @@
 often not printed.
 """
 
+import math
 import re
-
-import numpy as np
 
 from trilane.logs.prefixes import NAN
 from trilane.logs.reading.runs import PartialRun, Runs
@@ -105,26 +104,18 @@ def _is_copy(values: Row, before: Row) -> bool:
 
 
 def number_iterations(run: PartialRun) -> None:
-    """Number the iterations whose dict had no step by those that have one, if these are equally far
-    apart, or where none has one by `logging_steps` of a run from its start; else no iteration has a
-    number.
+    """Number the iterations whose dicts had no step by `logging_steps` of a run from its start;
+    without it, or where only some had one, no iteration has a number, nor a time.
     """
-    number = np.array([row["iteration"] for row in run.iterations])
-    at = np.flatnonzero(~np.isnan(number))
-    if "hf-trainer" not in run.dialects or len(at) == len(number):
+    is_missing = [math.isnan(row["iteration"]) for row in run.iterations]
+    if "hf-trainer" not in run.dialects or not any(is_missing):
         return
-    every = first = NAN
+    steps = NAN
     given = run.arguments.get("logging_steps")
-    if len(at) > 1:
-        every = (number[at[-1]] - number[at[0]]) / (at[-1] - at[0])
-        first = number[at[0]] - every * at[0]
-    elif isinstance(given, int) and not run.arguments.get("resume_from_checkpoint"):
-        every = first = float(given)
-    steps = first + every * np.arange(len(number))
-    is_regular = every >= 1 and every % 1 == 0 and first > 0 and first % every == 0
-    if not is_regular or not (steps == number)[at].all():
-        steps = np.full(len(number), NAN)
-    for row, step in zip(run.iterations, steps.tolist(), strict=True):
-        row["iteration"] = step
-        if step != step:
+    is_resumed = run.arguments.get("resume_from_checkpoint")
+    if isinstance(given, int) and all(is_missing) and not is_resumed:
+        steps = float(given)
+    for place, row in enumerate(run.iterations, 1):
+        row["iteration"] = steps * place
+        if steps != steps:
             row.pop("sec_per_it", None)
