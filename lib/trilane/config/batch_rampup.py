@@ -80,10 +80,9 @@ class Ramp:
         """The batch sizes on the way to `gbs`."""
         if not self.samples:
             return range(0)
-        require(self.start <= gbs, "ramp.start", self.start, f"must not be above gbs={gbs}")
-        rule = f"must divide the way from start={self.start} to gbs={gbs}"
-        is_even = (gbs - self.start) % self.increment == 0
-        require(is_even, "ramp.increment", self.increment, rule)
+        ends = self.start <= gbs and (gbs - self.start) % self.increment == 0
+        rule = f"must divide the way from start={self.start} up to gbs={gbs}"
+        require(ends, "ramp.increment", self.increment, rule)
         return range(self.start, gbs, self.increment)
 
     def iterations(self, samples: int, gbs: int) -> int:

@@ -176,7 +176,7 @@ def locate_plan(path: Path | str) -> tuple[Path, str]:
     if whole.is_dir():
         return whole / "plan.json", ""
     file, _, name = str(path).rpartition(":")
-    if file and not whole.exists() and Path(file).exists():
+    if Path(file).is_file():
         return Path(file), name
     return whole, ""
 

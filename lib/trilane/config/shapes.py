@@ -23,9 +23,6 @@ from trilane.utils.validation import (
     shipped_json,
 )
 
-# the family that a shape is compared with
-BY_POSITIONS = {"learned": "gpt2", "alibi": "bloom", "rotary": "llama", "none": "gpt2"}
-
 
 def read_shape(text: str | ModelShape, *, seq_length: int = 0) -> ModelShape:
     """The shape of five numbers (see parse_shape), or of a JSON file: a shape's fields, a plan, a
@@ -107,8 +104,8 @@ class Family:
     """One class of models in transformers.
 
     model        the class; `base` names its decoder, `layers` the list of layers in it
-    fields       field of a shape -> the values that such models have, each with
-                 the keys that a configuration has then
+    fields       field of a shape -> the values that such models have, as text, each with the keys
+                 that a configuration has then
     sizes        field or property of a shape -> key of the configuration
     dropout      key of the configuration -> field of a plan's dropout
     names        canonical name, without the layer, `.weight` and `.bias` -> theirs; several for
@@ -120,7 +117,7 @@ class Family:
     model: str
     base: str
     layers: str
-    fields: Mapping[str, Mapping[object, Mapping[str, object]]]
+    fields: Mapping[str, Mapping[str, Mapping[str, object]]]
     sizes: Mapping[str, str]
     names: Mapping[str, str]
     dropout: Mapping[str, str]
@@ -130,15 +127,15 @@ class Family:
     def rules(self, shape: ModelShape) -> Rules:
         """Which fields of `shape` such models have."""
         for name, keys_of in self.fields.items():
-            rule = f"{self.model} has {', '.join(map(str, keys_of))}"
-            yield getattr(shape, name) in keys_of, name, rule
+            rule = f"{self.model} has {', '.join(keys_of)}"
+            yield str(getattr(shape, name)) in keys_of, name, rule
 
     def config(self, shape: ModelShape) -> dict[str, Any]:
         """The configuration of a model of that shape for from_pretrained; without dropout."""
         values: dict[str, Any] = {"architectures": [self.model], "torch_dtype": "float32"}
         values.update(dict.fromkeys(self.dropout, 0.0))
         for name, keys_of in self.fields.items():
-            values.update(keys_of[getattr(shape, name)])
+            values.update(keys_of[str(getattr(shape, name))])
         for name, key in self.sizes.items():
             values[key] = getattr(shape, name)
         return values
@@ -158,20 +155,14 @@ class Family:
 
 
 @functools.cache
-def _family(kind: str) -> Family:
+def _family(positions: str) -> Family:
     tables = shipped_json("huggingface")["families"]
-    table = tables[kind]
-    values = {**tables.get(table.get("like"), {}), **table}
-    values.pop("like", None)
-    values["fields"] = {name: dict(pairs) for name, pairs in values["fields"].items()}
-    return Family(**values)
+    return Family(**tables.get(positions, tables["learned"]))
 
 
 def nearest_family(shape: ModelShape) -> Family:
-    """The family with the positions of `shape`, or with biases of queries, keys and values alone;
-    its rules() say whether it has the shape.
-    """
-    return _family("qwen2" if shape.biases == "qkv" else BY_POSITIONS[shape.positions])
+    """The family with the positions of `shape`; its rules() say whether it has the shape."""
+    return _family(shape.positions)
 
 
 def family_of(shape: ModelShape) -> Family:

@@ -12,6 +12,8 @@ from dataclasses import fields
 from typing import Any
 
 from trilane.config.engines import unsupported_reason
+from trilane.config.model import ModelShape
+from trilane.config.options import Rules, first_broken
 from trilane.config.plan import Plan
 from trilane.utils.validation import DATA, read_json, require
 
@@ -38,17 +40,10 @@ def megatron_args(plan: Plan, prefixes: Sequence[str] = ()) -> Arguments:
 
         print(megatron_text(megatron_args(read_plan("plan.json"))))
     """
-    if reason := unsupported_reason("megatron", plan.shape, plan.topology):
-        raise ValueError(reason)
     shape = plan.shape
-    require(not plan.layer, "layer", plan.layer, "Megatron-LM trains its own")
-    rule = "Megatron-LM has no LayerNorm of the embedding"
-    require(not shape.embedding_layernorm, "embedding_layernorm", True, rule)
-    base = shape.rotary_base
-    require(base.is_integer(), "rotary_base", base, "Megatron-LM has whole numbers")
-    # its fused kernel alone has the tanh form, and validate_args() turns that off without biases
-    is_able = shape.activation != "gelu-tanh" or shape.biases == "all"
-    require(is_able, "activation", shape.activation, "Megatron-LM has it with biases=all alone")
+    reason = unsupported_reason("megatron", shape, plan.topology)
+    if reason := reason or first_broken(_rules(plan, shape), plan, shape):
+        raise ValueError(reason)
     values: dict[str, Any] = {}  # True is a switch, False is left out
     for part in (shape, plan.topology, plan.run, plan.optimizer, plan.dropout):
         values |= _of_fields(part)
@@ -80,6 +75,15 @@ def megatron_text(arguments: Arguments) -> str:
     """The arguments for bash, one per line."""
     lines = [shlex.join([f"--{name}", *values]) for name, values in arguments.items()]
     return " \\\n".join(lines)
+
+
+def _rules(plan: Plan, shape: ModelShape) -> Rules:
+    yield not plan.layer, "layer", "Megatron-LM trains its own"
+    yield not shape.embedding_layernorm, "embedding_layernorm", "Megatron-LM has none"
+    yield shape.rotary_base.is_integer(), "rotary_base", "Megatron-LM has whole numbers"
+    # its fused kernel alone has the tanh form, and validate_args() turns that off without biases
+    is_able = shape.activation != "gelu-tanh" or shape.biases == "all"
+    yield is_able, "activation", "Megatron-LM has it with biases=all alone"
 
 
 def _of_fields(part: Any) -> dict[str, Any]:
@@ -159,13 +163,8 @@ def _of_plan(plan: Plan) -> dict[str, Any]:
 
 def _data(plan: Plan, prefixes: Sequence[str]) -> Arguments:
     """Without a split all documents are for training, as in our engines."""
-    blend = plan.data.blend
-    sources = list(prefixes) or [part.source for part in blend] or [plan.data.source]
-    count = max(1, len(blend))
-    require(len(sources) == count, "prefixes", len(sources), f"the plan has {count} sources")
-    path = sources
-    if blend:
-        path = []
-        for part, source in zip(blend, sources, strict=True):
-            path += [repr(float(part.weight)), source]
+    path = list(prefixes) or [part.source for part in plan.data.parts]
+    if plan.data.blend:
+        weighted = zip(plan.data.blend, path, strict=True)
+        path = [word for part, prefix in weighted for word in (repr(float(part.weight)), prefix)]
     return {"data-path": path, "split": [plan.data.split or "100,0,0"]}
