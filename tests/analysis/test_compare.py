@@ -60,8 +60,6 @@ def test_where_batches_differ_the_time_of_a_token_counts():
     assert (
         found.unit == "token" and found.change == pytest.approx(math.log(3 / 4)) and found.decided
     )
-    other = measure_log(log(arguments={**ARGUMENTS, "world_size": 16}))
-    assert compare([small], [other]).notes == ("A ran on 8 GPUs, B on 16",)
 
 
 def test_the_command_compares_logs(tmp_path, capsys):

@@ -137,14 +137,15 @@ def test_skipped_and_broken_iterations_are_counted():
 def test_logs_of_one_training_join_and_what_was_done_again_counts_once():
     logs = [
         log(10, name="1", consumed_samples=np.arange(4, 44, 4)),
-        log(6, first=8, name="2", lm_loss=4.0),
+        log(6, first=8, name="2", lm_loss=4.0, consumed_samples=np.arange(32, 56, 4)),
     ]
-    joined = loss_curve.join([logs[0], replace(logs[1], arguments={"global_batch_size": 4})])
+    joined = loss_curve.join(logs, seq_length=32)
     assert joined.table["iteration"].tolist() == list(range(1, 14))
     assert joined.table["lm_loss"].tolist() == [5.0] * 7 + [4.0] * 6
     assert [(r.iteration, r.redone, r.log) for r in joined.restarts] == [(8, 3, "2")]
     axes = joined.axes()
-    assert axes["samples"].tolist() == [4 * i for i in range(1, 14)] and "tokens" not in axes
+    assert axes["samples"].tolist() == [4 * i for i in range(1, 14)]
+    assert axes["tokens"].tolist() == [128 * i for i in range(1, 14)]
     assert axes["hours"] == pytest.approx(np.arange(1, 14) * 2 / 3600)
 
 

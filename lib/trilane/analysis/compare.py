@@ -3,7 +3,7 @@ configuration do.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -20,10 +20,7 @@ SINGLE_DEVIATION = 0.049  # of ln(seconds)
 SINGLE_FREEDOM = 7
 CONFIDENCE = 0.95  # of the interval
 LEAST_DEVIATION = 1e-6  # of runs that are equal to their last digit
-SINGLE_SOURCE = (
-    "one run a side: taken from repeats of one configuration on one day, "
-    "7 pairs on Jean Zay (2021, 2022)"
-)
+SINGLE_SOURCE = "of repeats of one configuration on one day, 7 pairs on Jean Zay"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +43,6 @@ class Comparison(Record):
     high: float
     deviation: float
     source: str
-    notes: tuple[str, ...] = ()
 
     @property
     def decided(self) -> bool:
@@ -63,11 +59,11 @@ class Comparison(Record):
         return f"no difference shown: {text}; more runs a side narrow that"
 
     def summary(self) -> str:
-        """The result, the seconds of both sides, the spread between runs, and notes, in lines."""
+        """The result, the seconds of both sides, the spread between runs, in lines."""
         seconds = f"A {self.seconds_a:.4g} s, B {self.seconds_b:.4g} s per {self.unit}"
         runs = f"{seconds} ({self.runs_a} and {self.runs_b} runs)"
         spread = f"spread between runs {self.deviation:.2%}: {self.source}"
-        return "\n".join([self.verdict, runs, spread, *self.notes])
+        return "\n".join([self.verdict, runs, spread])
 
 
 def compare(a: Sequence[Measurement], b: Sequence[Measurement]) -> Comparison:
@@ -102,7 +98,6 @@ def compare(a: Sequence[Measurement], b: Sequence[Measurement]) -> Comparison:
         high=change + reach,
         deviation=deviation,
         source=source,
-        notes=tuple(_notes(a, b)),
     )
 
 
@@ -120,10 +115,3 @@ def _spread(x: np.ndarray, y: np.ndarray) -> tuple[float, int, str]:
         return SINGLE_DEVIATION, SINGLE_FREEDOM, SINGLE_SOURCE
     squares = float(((x - x.mean()) ** 2).sum() + ((y - y.mean()) ** 2).sum())
     return max(math.sqrt(squares / freedom), LEAST_DEVIATION), freedom, "of these runs"
-
-
-def _notes(a: Sequence[Measurement], b: Sequence[Measurement]) -> Iterator[str]:
-    gpus_a = {run.config.gpus for run in a} - {0}
-    gpus_b = {run.config.gpus for run in b} - {0}
-    if gpus_a and gpus_b and gpus_a != gpus_b:
-        yield f"A ran on {min(gpus_a)} GPUs, B on {min(gpus_b)}"

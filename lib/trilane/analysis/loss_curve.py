@@ -4,13 +4,12 @@ level and noise.
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import pandas as pd
 
-from trilane.analysis.run_config import run_config
 from trilane.analysis.steady_state import interval
 from trilane.logs.run import RunLog, continued
 from trilane.utils.validation import require
@@ -32,15 +31,19 @@ class Restart:
     """A restart of a training: the lines before it, with those that it repeated, as they were; the
     first ones after it.
 
-    iteration   the first one after it, `redone` how many lines it repeated
+    iteration   the first one after it
     logs        the log before it and the one after; a resumed run has one
     """
 
     iteration: int
-    redone: int
     before: pd.DataFrame
     after: pd.DataFrame
     logs: tuple[RunLog, RunLog]
+
+    @property
+    def redone(self) -> int:
+        """How many lines it repeated."""
+        return int((self.before["iteration"] >= self.iteration).sum())
 
     @property
     def log(self) -> str:
@@ -81,8 +84,8 @@ class Curve:
 
 
 def join(logs: Sequence[RunLog], seq_length: int = 0) -> Curve:
-    """One curve of the logs of one training, in the order in which they ran; `seq_length` where the
-    logs lack it.
+    """One curve of the logs of one training, in the order in which they ran; with `seq_length` its
+    tokens follow from its samples where the logs do not print them.
 
         join([read_log("part1.log"), read_log("part2.log")]).axes()["hours"]
 
@@ -96,47 +99,38 @@ def join(logs: Sequence[RunLog], seq_length: int = 0) -> Curve:
     restarts: list[Restart] = []
     last: RunLog | None = None
     for log in numbered:
-        table = _rising(log, seq_length)
-        first = int(table["iteration"].iloc[0])
+        table = _rising(log.iterations)
         if last:
-            again = whole[whole["iteration"] >= first]
+            first = int(table["iteration"].iloc[0])
+            after = table.head(AFTER)
+            restarts.append(Restart(iteration=first, before=whole, after=after, logs=(last, log)))
             whole = whole[whole["iteration"] < first]
-            restarts.append(_restart(first, whole, again, table, (last, log)))
-        for iteration, rows in log.resumes:
-            again = _rising(replace(log, iterations=rows), seq_length)
-            before = table[table["iteration"] < iteration]
-            restarts.append(_restart(iteration, before, again, table, (log, log)))
+        for first, rows in log.resumes:
+            before = pd.concat([table[table["iteration"] < first], _rising(rows)])
+            after = table[table["iteration"] >= first].head(AFTER)
+            restarts.append(Restart(iteration=first, before=before, after=after, logs=(log, log)))
         whole = pd.concat([whole, table])
         last = log
+    table = whole.reset_index(drop=True)
+    if seq_length and "consumed_samples" in table and "consumed_tokens" not in table:
+        table["consumed_tokens"] = table["consumed_samples"] * seq_length
     validation = pd.DataFrame()
     for log in logs:
         validation = continued(validation, log, "validation")
-    table = whole.reset_index(drop=True)
     return Curve(table=table, restarts=tuple(restarts), validation=validation)
 
 
-def _restart(
-    iteration: int,
-    before: pd.DataFrame,
-    again: pd.DataFrame,
-    table: pd.DataFrame,
-    logs: tuple[RunLog, RunLog],
-) -> Restart:
-    return Restart(
-        iteration=iteration,
-        redone=len(again),
-        before=pd.concat([before, again]),
-        after=table[table["iteration"] >= iteration].head(AFTER),
-        logs=logs,
-    )
+def _rising(iterations: pd.DataFrame) -> pd.DataFrame:
+    """Each iteration once, in their order."""
+    table = iterations.sort_values("iteration", kind="stable")
+    return table.drop_duplicates("iteration", keep="last")
 
 
 def trainings(logs: Sequence[RunLog]) -> list[list[RunLog]]:
     """The logs of each training, in the order given, which should be the order in which they ran.
 
     A log continues the training whose iterations reach to just before its first one, or beyond, if
-    that first one is above 1 and the arguments that both print agree; and one that ended earlier,
-    where both print the same number of iterations in all. All others begin a training.
+    that first one is above 1 and the arguments that both print agree. All others begin a training.
     """
     groups: list[list[RunLog]] = []
     for log in logs:
@@ -160,28 +154,7 @@ def _continues(training: Sequence[RunLog], log: RunLog) -> bool:
         given = last.arguments.get(name)
         if given is not None and log.arguments.get(name, given) != given:
             return False
-    if before <= max(float(one.column("iteration")[-1]) for one in training):
-        return True
-    # 0, or NaN, where not printed
-    lengths = [float(one.column("train_iters")[-1:].sum()) for one in (last, log)]
-    return lengths[0] == lengths[1] > 0
-
-
-def _rising(log: RunLog, seq_length: int) -> pd.DataFrame:
-    """The log's iterations, each once, with consumed samples and tokens by its arguments where they
-    are not printed.
-    """
-    table = log.iterations.sort_values("iteration", kind="stable")
-    table = table.drop_duplicates("iteration", keep="last").copy()
-    config = run_config(log)
-    length = config.seq_length or seq_length
-    if "consumed_samples" not in table and config.gbs:  # constant: logs of a ramp-up print samples
-        table["consumed_samples"] = table["iteration"] * config.gbs
-    is_curriculum = "seq_length" in table and table["seq_length"].nunique() > 1
-    is_counted = "consumed_samples" in table and "consumed_tokens" not in table
-    if is_counted and length and not is_curriculum:
-        table["consumed_tokens"] = table["consumed_samples"] * length
-    return table
+    return before <= max(float(one.column("iteration")[-1]) for one in training)
 
 
 def baseline(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -281,19 +281,15 @@ def nan_iterations(log: RunLog) -> int:
 
 
 def phases(run: Measurement) -> dict[str, float]:
-    """Median seconds per iteration of each phase by the timers of the printing rank, over the
-    iterations that count where timers were printed for any of them; {} without timers.
+    """Median seconds per iteration of each phase by the timers of the printing rank, also of a
+    ramp-up; {} without timers.
 
     Megatron prints the mean over its log interval. `pipeline_wait` is what that rank spends in
     sends, receives and the all-reduce of the shared embedding: on the last stage these include the
     pipeline's fill and drain, so it is an upper bound of the bubble. `batch-generator` runs inside
     forward-compute and is left out where the log has that.
     """
-    timers = run.log.timers
-    if "iteration" in timers and "iteration" in run.log.iterations:
-        counted = timers["iteration"].isin(run.log.iterations["iteration"][run.window.counts])
-        timers = timers[counted] if counted.any() else timers
-    medians = timers.drop(columns="iteration", errors="ignore").median().dropna()
+    medians = run.log.timers.drop(columns="iteration", errors="ignore").median().dropna()
     seconds = dict.fromkeys(TIMERS["phases"], 0.0)
     for name, median_s in medians.items():
         fitting = [p for p, pattern in TIMERS["phases"].items() if re.search(pattern, name)]

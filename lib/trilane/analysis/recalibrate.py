@@ -19,7 +19,8 @@ from trilane.costmodel.recalibration import Recalibration, recalibrated
 from trilane.logs.checks import HARMLESS
 from trilane.logs.written_tables import SUFFIXES
 from trilane.utils.validation import require
-from trilane.workspace.study import Study, load_cluster
+from trilane.workspace.installation import outputs_root
+from trilane.workspace.study import load_cluster
 
 # the stack of a log of that dialect
 STACKS = {"megatron-2021": "megatron-lm", "megatron-deepspeed-2022": "megatron-deepspeed"}
@@ -28,9 +29,8 @@ STACKS = {"megatron-2021": "megatron-lm", "megatron-deepspeed-2022": "megatron-d
 def fit_source(source: str, cluster: Cluster) -> Recalibration:
     """fit() to a file, folder or glob of rows, logs or run folders, or to the runs of a study."""
     paths = matches(source)
-    if not paths and not Path(source).exists() and "/" not in source:
-        study = Study(source)
-        paths = study.run_folders()
+    for name in ("runs", "measured.csv"):
+        paths = paths or matches(str(outputs_root() / source / name))
     rule = "is neither a file, nor a folder with runs or logs, nor a study with runs"
     require(bool(paths), "rows", source, rule)
     tables = [path for path in paths if path.suffix in SUFFIXES]

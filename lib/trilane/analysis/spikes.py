@@ -5,7 +5,7 @@ restart changed.
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -29,22 +29,17 @@ class Event(Record):
     kind        "loss spike", "grad norm spike", or "divergence" (the level rose and stayed, or the
                 loss became NaN)
     iteration   where it begins; `peak_iteration` where it is worst
-    level       the expected value; `peak` the worst one seen; `size` the logarithm of their ratio
+    level       the expected value; `peak` the worst one seen
     recovered   the iteration from which the value is back at its level; None where that is not in
                 the log
     """
 
-    DERIVED: ClassVar = ("size",)
     kind: str
     iteration: int
     peak_iteration: int
     level: float
     peak: float
     recovered: int | None = None
-
-    @property
-    def size(self) -> float:
-        return math.log(self.peak / self.level)
 
     @property
     def sentence(self) -> str:
@@ -90,14 +85,8 @@ def _spikes(curve: Curve, name: str, kind: str, least: float) -> Iterator[Event]
         else:
             end = len(x)
         peak = i + int(np.argmax(x[i:end]))
-        yield Event(
-            kind=kind,
-            iteration=int(iteration[i]),
-            peak_iteration=int(iteration[peak]),
-            level=float(np.exp(level[i])),
-            peak=float(np.exp(x[peak])),
-            recovered=int(iteration[end]) if end < len(x) else None,
-        )
+        recovered = int(iteration[end]) if end < len(x) else None
+        yield _event(kind, iteration[i], iteration[peak], level[i], x[peak], recovered)
 
 
 def _divergence(curve: Curve, spikes: Sequence[Event]) -> list[Event]:
@@ -113,7 +102,7 @@ def _divergence(curve: Curve, spikes: Sequence[Event]) -> list[Event]:
     is_number = np.isfinite(table["lm_loss"].to_numpy(float))
     if len(is_number) > 3 and not is_number[-3:].any():
         first = int(table["iteration"].iloc[np.flatnonzero(is_number)[-1] + 1])
-        return [_diverged(first, first, np.median(x[-WINDOW:]), math.nan)]
+        return [_event("divergence", first, first, np.median(x[-WINDOW:]), math.nan)]
     if len(x) < 2 * LEAST:
         return []
     width = min(WINDOW, len(x) // 2)
@@ -124,19 +113,22 @@ def _divergence(curve: Curve, spikes: Sequence[Event]) -> list[Event]:
     if smooth[-1] - smooth[best] <= max(DIVERGENCE, SIGMAS * noise):
         return []
     lasting = [event.iteration for event in spikes if event.recovered is None]
-    start = [*lasting, int(iteration[best])][0]
+    start = [*lasting, iteration[best]][0]
     peak = best + int(np.argmax(x[best:]))
-    return [_diverged(start, int(iteration[peak]), smooth[best], x[peak])]
+    return [_event("divergence", start, iteration[peak], smooth[best], x[peak])]
 
 
-def _diverged(start: int, worst: int, level: float, peak: float) -> Event:
-    """A divergence, of logarithms."""
+def _event(
+    kind: str, start: float, worst: float, level: float, peak: float, recovered: int | None = None
+) -> Event:
+    """An event; its values are given as logarithms."""
     return Event(
-        kind="divergence",
-        iteration=start,
-        peak_iteration=worst,
-        level=float(np.exp(level)),
-        peak=float(np.exp(peak)),
+        kind=kind,
+        iteration=int(start),
+        peak_iteration=int(worst),
+        level=math.exp(level),
+        peak=math.exp(peak),
+        recovered=recovered,
     )
 
 

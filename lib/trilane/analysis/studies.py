@@ -6,8 +6,9 @@ from typing import Any
 
 import pandas as pd
 
-from trilane.analysis.collect import MeasuredRuns, measure_runs
+from trilane.analysis.collect import MeasuredRuns
 from trilane.analysis.loss_curve import Curve
+from trilane.analysis.measure import measure
 from trilane.utils.numbers import amount
 from trilane.utils.tables import DataFrame, Table, Text
 from trilane.utils.validation import require, require_known
@@ -23,11 +24,11 @@ MEASURED = ("sec_per_it", "tflops", "tokens_per_s", "memory_gib", "loss", "statu
 class StudyComparison(Table):
     """What differs between studies: a row a choice or result, a column a study.
 
-    `facts` has each study's choices and results, by part and name, as text; `runs` its measured
+    `facts` has each study's choices and results, by name, as text; `runs` its measured
     runs.
     """
 
-    facts: Mapping[str, Mapping[tuple[str, str], str]]
+    facts: Mapping[str, Mapping[str, str]]
     runs: Mapping[str, MeasuredRuns]
 
     def summary(self) -> Text:
@@ -37,15 +38,12 @@ class StudyComparison(Table):
         return Text.of(words, len(self.to_frame()), names)
 
     def to_frame(self) -> DataFrame:
-        """A row for each choice or result that differs: part, choice, its value in each study, ""
+        """A row for each choice or result that differs: its name, and its value in each study, ""
         where it has none.
         """
-        rows = []
-        for part, choice in dict.fromkeys(key for facts in self.facts.values() for key in facts):
-            values = {name: facts.get((part, choice), "") for name, facts in self.facts.items()}
-            if len({*values.values()} - {""}) > 1:
-                rows.append({"part": part, "choice": choice, **values})
-        return pd.DataFrame(rows, columns=["part", "choice", *self.facts])
+        table = pd.DataFrame(self.facts)
+        table = table[table.nunique(axis=1) > 1].fillna("")
+        return table.rename_axis("choice").reset_index()
 
     def curves(self) -> dict[str, Curve]:
         """The loss curves of all studies, by study and run."""
@@ -70,21 +68,18 @@ def compare_studies(here: Study, names: str = "") -> StudyComparison:
     """
     indexes = sorted(outputs_root().glob("*/index.html"), key=lambda path: path.stat().st_mtime_ns)
     known = [path.parent.name for path in indexes]
-    chosen = list(dict.fromkeys(name.strip() for name in names.split(",") if name.strip()))
-    if not names:
-        chosen = [here.name, *[name for name in known if name != here.name][-1:]]
+    if names:
+        chosen = list(dict.fromkeys(name.strip() for name in names.split(",")))
+        require(len(chosen) > 1, "studies", names, "must be two or more, separated by commas")
     else:
-        rule = "must be two or more, separated by commas"
-        require(len(chosen) > 1, "studies", names, rule)
+        chosen = [here.name, *[name for name in known if name != here.name][-1:]]
     facts = {}
     runs = {}
     for name in chosen:
         study = Study(name)
         if not study.folder.is_dir():
             require_known("studies", name, known)
-        runs[name] = MeasuredRuns(runs=())
-        if study.run_folders():
-            runs[name] = measure_runs(study)
+        runs[name] = MeasuredRuns(runs=tuple(map(measure, study.run_folders())))
         try:
             facts[name] = _facts(study, runs[name])
         except (LookupError, TypeError, AttributeError, NotImplementedError):
@@ -93,8 +88,8 @@ def compare_studies(here: Study, names: str = "") -> StudyComparison:
     return StudyComparison(facts=facts, runs=runs)
 
 
-def _facts(study: Study, runs: MeasuredRuns) -> dict[tuple[str, str], str]:
-    """Choices and results of a study by part and name, of the files that it has."""
+def _facts(study: Study, runs: MeasuredRuns) -> dict[str, str]:
+    """Choices and results of a study by name, of the files that it has."""
     parts: dict[str, dict[str, Any]] = {}
     if (study.folder / "plans.json").is_file():
         best = study.load("plans.json", "02_topology")["plans"][0]
@@ -106,11 +101,12 @@ def _facts(study: Study, runs: MeasuredRuns) -> dict[tuple[str, str], str]:
         parts["forecast"] = {name: calendar.get(name) for name in DATED}
     if (study.folder / "decision.json").is_file():
         parts["decision"] = study.load("decision.json", "08_decision")["recommendation"]
-    for row in runs.to_frame().to_dict("records"):
-        parts[f"run {row['run']}"] = {name: row[name] for name in MEASURED}
-    facts: dict[tuple[str, str], str] = {}
+    for run in runs.runs:
+        row = run.row()
+        parts[f"run {run.name}"] = {name: row[name] for name in MEASURED}
+    facts: dict[str, str] = {}
     for part, choices in parts.items():
-        for name, value in pd.json_normalize(choices).iloc[0].items():
+        for name, value in choices.items():
             text = amount(value) if isinstance(value, float) else str(value)
-            facts[part, str(name)] = text
+            facts[f"{part}: {name}"] = text
     return facts
