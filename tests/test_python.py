@@ -96,7 +96,7 @@ def test_two_lines_fit_ten_rows_of_a_file(frame, tmp_path):
 
 
 def test_a_cell_that_cannot_be_read_is_named_by_row_and_column(frame):
-    message = "rows=row 0: hidden=big: must be a whole number"
+    message = "rows=row 0: hidden_size=big: must be a whole number"
     with pytest.raises(ValueError, match="^" + re.escape(message)):
         trilane.fit(frame.assign(hidden_size="big"), "jz-a100-80g")
 

@@ -118,11 +118,11 @@ def times(factor, at=slice(None)):
 BAD_ROWS = {
     "rows without a shape": (
         lambda r: r.drop(columns=["heads", "layers"]),
-        "lu-0004: layers, heads='': is missing",
+        "lu-0004: num_layers, num_attention_heads='': is missing",
     ),
     "empty cells": (
         lambda r: r.assign(hidden=None, vocab_size=None),
-        "lu-0004: hidden, vocab_size='': is missing",
+        "lu-0004: hidden_size, vocab_size='': is missing",
     ),
     "another cluster": (
         lambda r: r.assign(cluster="dgx-a100-80g"),

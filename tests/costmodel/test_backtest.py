@@ -54,11 +54,11 @@ def test_ten_rows_of_a_cluster_help_and_do_not_hurt(tmp_path):
     ("old", "new", "reason"),
     [
         (",384,", ",512,", "gpus=512: unlike tp x cp x pp x dp = 384"),
-        (",14336,", ",wide,", "hidden=wide: must be a whole number"),
+        (",14336,", ",wide,", "hidden_size=wide: must be a whole number"),
         (",64,", ",4,", "tp=8: must divide num_attention_heads"),
         ("A100-80GB", "A100-40GB", "gpu=A100-40GB: jz-a100-80g has A100-80GB"),
         ("jz-a100-80g", "moon", "cluster=moon: known: a100-40g-8"),
-        (",114.1", ",-3", "sec_per_it=-3.0: must be a number above zero"),
+        (",114.1", ",-3", "sec_per_it=-3: must be a number above zero"),
         (",114.1", ",114,1", "cell=1: stands beyond the last column; a decimal comma needs quotes"),
     ],
 )

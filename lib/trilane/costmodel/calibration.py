@@ -116,7 +116,7 @@ class Calibration(Record, Constants):
                 for name in regime.constants:
                     value = values.get(name, getattr(self, name))
                     values[name] = max(value * regime.factor, BOUNDS[name].low)
-        return replace(self, **values)
+        return replace(self, **values) if values else self
 
     def without_launch_blocking(self) -> "Calibration":
         """The constants without CUDA_LAUNCH_BLOCKING=1, with which the runs behind the shipped A100

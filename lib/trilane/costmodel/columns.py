@@ -38,9 +38,10 @@ class Columns:
 
     def __init__(self, **numbers: Number) -> None:
         self.numbers = numbers
+        vars(self).update(numbers)
 
-    def __getattr__(self, name: str) -> Number:
-        return self.numbers[name]
+    def __getattr__(self, name: str) -> Number:  # also tells mypy that there are such names
+        raise AttributeError(name)
 
     def changed(self, **numbers: Number) -> "Columns":
         """With other numbers for some names."""

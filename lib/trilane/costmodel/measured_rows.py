@@ -23,13 +23,13 @@ from trilane.utils.validation import (
     read_text,
     require,
     require_known,
-    require_positive,
     shipped_json,
     with_nearest,
 )
 from trilane.workspace.study import load_cluster
 
-NEEDED = ("tp", "pp", "dp", "mbs", "gbs", "layers", "hidden", "heads", "seq", "vocab_size")
+NEEDED = ["tp", "pp", "dp", "mbs", "gbs", "num_layers", "hidden_size", "num_attention_heads"]
+NEEDED += ["seq_length", "vocab_size"]
 Source = Any  # a CSV or Markdown file by its path, or rows as a pandas DataFrame
 MOST_BYTES = 1 << 26  # of a file of rows
 
@@ -126,9 +126,7 @@ def each_row(
 def ignored_columns(source: Source) -> list[str]:
     """The columns that nothing reads, a line each."""
     words = shipped_json("row_columns")
-    given = [field.name for kind in (ModelShape, Topology) for field in fields(kind)]
-    known = {words["names"].get(name, name) for name in given}
-    known |= {"", *words["read"], *words["describe"]}
+    known = {"", *_kinds(), *words["read"], *words["describe"]}
     unknown = dict[str, None]()  # each once
     for columns, _ in _tables(source):
         unknown |= dict.fromkeys(column for column in columns if column not in known)
@@ -157,8 +155,8 @@ def _tables(source: Source) -> list[tuple[list[str], list[tuple[str, list[str]]]
 
 
 def _names(header: Iterable[Any]) -> list[str]:
-    """The names of columns, also of those that results' own frames have."""
-    names = {**shipped_json("row_columns")["names"], "memory_gib": "mem_gb"}
+    """The columns by the names of fields: some have a short one in tables."""
+    names = shipped_json("row_columns")["names"]
     columns = [str(name).strip() for name in header]
     return [names.get(column, column) for column in columns]
 
@@ -197,15 +195,32 @@ def stack_of(engine: str, attention: str) -> str:
     return engine
 
 
+@functools.cache
+def _kinds() -> dict[str, Any]:
+    """The type of each column that is no text or a field of ModelShape or Topology."""
+    kinds: dict[str, Any] = {"gpus": int, "sec_per_it": float, "mem_gb": float, "oom": bool}
+    return kinds | {field.name: field.type for field in (*fields(ModelShape), *fields(Topology))}
+
+
 def _row(cells: Mapping[str, str], machine: Cluster, file: str) -> MeasuredRow:
     missing = [column for column in NEEDED if not cells.get(column)]
     require(not missing, ", ".join(missing), "''", "is missing")
+    values = {column: _cell(column, text) for column, text in cells.items()}
     engine = cells.get("engine", "")
-    chosen = _values(Topology, cells)
-    _require_machine(cells, chosen, machine)
+    chosen = _fields(Topology, values)
+    product = chosen.get("cp", 1) * chosen["tp"] * chosen["pp"] * chosen["dp"]
+    gpus = values.get("gpus", product)
+    require(gpus == product, "gpus", gpus, f"unlike tp x cp x pp x dp = {product}")
+    experts = values.get("ep", "1")
+    require(experts == "1", "ep", experts, "mixtures of experts are not predicted")
+    gpu = values.get("gpu", "")
+    is_its_card = card_words(gpu) <= card_words(machine.gpu.name)
+    require(is_its_card, "gpu", gpu, f"{machine.name} has {machine.gpu.name}")
+    if machine.gpu.kind == "cuda" and "precision" in chosen:
+        machine.gpu.flops_per_s(chosen["precision"])  # refuses what the card cannot multiply
     if stack_of(engine, "") == "fsdp":
         chosen.setdefault("zero", 3)  # what PyTorch's fully_shard does where a row does not say
-    shape = ModelShape(**_values(ModelShape, cells))
+    shape = ModelShape(**_fields(ModelShape, values))
     topology = default_topology(shape, machine, **chosen)
     stack = stack_of(engine, topology.attention)
     for name in stacks().get(stack, {}).get("overlaps", ()):
@@ -226,58 +241,30 @@ def _row(cells: Mapping[str, str], machine: Cluster, file: str) -> MeasuredRow:
         row_id=cells["row_id"],
         case=case,
         stack=stack,
-        seconds=_measured(cells, "sec_per_it"),
-        memory_bytes=_measured(cells, "mem_gb") * 2**30,
+        seconds=values.get("sec_per_it", math.nan),
+        memory_bytes=values.get("mem_gb", math.nan) * 2**30,
         table=cells.get("table_id", ""),
-        ran_out=_cell("oom", bool, cells.get("oom") or "0"),
-        excluded=bool(cells.get("exclude")),
+        ran_out=values.get("oom", False),
+        excluded="exclude" in cells,
         duplicate_of=cells.get("duplicate_of", ""),
         file=file,
         site=cells.get("cluster", ""),
     )
 
 
-def _require_machine(cells: Mapping[str, str], chosen: Mapping[str, Any], machine: Cluster) -> None:
-    """ValueError where a row ran on other GPUs than its topology and its cluster have."""
-    product = chosen.get("cp", 1) * chosen["tp"] * chosen["pp"] * chosen["dp"]
-    gpus = _cell("gpus", int, cells.get("gpus") or str(product))
-    require(gpus == product, "gpus", gpus, f"unlike tp x cp x pp x dp = {product}")
-    experts = cells.get("ep", "")
-    require(experts in ("", "1"), "ep", experts, "mixtures of experts are not predicted")
-    gpu = cells.get("gpu", "")
-    is_its_card = card_words(gpu) <= card_words(machine.gpu.name)
-    require(is_its_card, "gpu", gpu, f"{machine.name} has {machine.gpu.name}")
-    if machine.gpu.kind == "cuda" and "precision" in chosen:
-        machine.gpu.flops_per_s(chosen["precision"])  # refuses what the card cannot multiply
+def _fields(kind: type, values: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a dataclass that a row has values for."""
+    return {field.name: values[field.name] for field in fields(kind) if field.name in values}
 
 
-def _measured(cells: Mapping[str, str], column: str) -> float:
-    """The number above zero in a cell; NaN where it is empty."""
-    if not cells.get(column):
-        return math.nan
-    number = _cell(column, float, cells[column])
-    require_positive(column, number)
-    return number
-
-
-def _values(kind: type, cells: Mapping[str, str]) -> dict[str, Any]:
-    """The fields of a dataclass that a row has cells for."""
-    names = shipped_json("row_columns")["names"]
-    values = dict[str, Any]()
-    for field in fields(kind):
-        column = names.get(field.name, field.name)
-        if cells.get(column):
-            values[field.name] = _cell(column, field.type, cells[column])
-    return values
-
-
-def _cell(column: str, hint: Any, text: str) -> Any:
-    """The value of a cell: a whole number (also as 8.0), a number, 1 or 0 (also True, no, ...), or
-    a word.
+def _cell(column: str, text: str) -> Any:
+    """The value of a cell: a whole number (also as 8.0), a number above zero, 1 or 0 (also True,
+    no, ...), or a word.
     """
-    if hint is str:
+    kind = _kinds().get(column, str)
+    if kind is str:
         return text
-    if hint is bool:
+    if kind is bool:
         is_true = text.lower() in ("1", "1.0", "yes", "true")
         is_false = text.lower() in ("0", "0.0", "no", "false")
         require(is_true or is_false, column, text, "must be 1 or 0")
@@ -286,8 +273,8 @@ def _cell(column: str, hint: Any, text: str) -> Any:
         value = float(text)
     except ValueError:
         value = math.nan
-    if hint is float:
-        require(not math.isnan(value), column, text, "must be a number")
+    if kind is float:
+        require(0 < value < math.inf, column, text, "must be a number above zero")
         return value
     require(value.is_integer(), column, text, "must be a whole number")
     return int(value)
