@@ -7,7 +7,6 @@ stage.
 
 import os
 from collections.abc import Sequence
-from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
@@ -99,12 +98,10 @@ def default_topology(
         "zero": int(engine != "megatron" or (precision != "fp32" and several)),
     }
     topology = Topology(**values | given)
-    if "overlap_grad_reduce" in given:
-        return topology
     # DeepSpeed's overlap_comm, which its pipelines do not have
-    overlaps = engine in ("deepspeed-zero", "hf-zero3") and topology.dp > 1
+    overlaps = engine in ("deepspeed-zero", "hf-zero3") and several
     overlaps = overlaps and not has_bf16_optimizer(topology)
-    return replace(topology, overlap_grad_reduce=overlaps)
+    return Topology(**values | {"overlap_grad_reduce": overlaps} | given)
 
 
 def has_bf16_optimizer(t: Topology) -> bool:
@@ -245,8 +242,7 @@ def _rules(engine: str, shape: ModelShape, t: Any) -> Rules:
     rule = f"has {' or '.join(recomputes)}"
     yield t.recompute in recomputes, "recompute", rule
     even = "cuts its stages evenly, or by type"
-    yield t.first_stage_layers == 0, "first_stage_layers", even
-    yield t.last_stage_layers == 0, "last_stage_layers", even
+    yield t.first_stage_layers == t.last_stage_layers == 0, "pp", even
     early = engine != "deepspeed-3d" and not has_bf16_optimizer(t)
     rule = "sums them after the last microbatch"
     yield early or not t.overlap_grad_reduce, "overlap_grad_reduce", rule

@@ -188,23 +188,20 @@ def read_plan_values(path: Path | str) -> dict[str, Any]:
     A layer that it names holds the text of its file, so that the plan is all that a run needs.
     """
     file, name = locate_plan(path)
-    values = _one_plan(read_json(file, "plan"), path, name)
-    if isinstance(values.get("layer"), str) and values["layer"]:
-        return {**values, "layer": vars(read_layer(values["layer"], file.parent))}
-    return values
-
-
-def _one_plan(values: Any, path: Path | str, name: str) -> dict[str, Any]:
-    """The plan of that id or label, else the first."""
-    if isinstance(values, dict):
-        values = values.get("plan", values.get("plans", values))
-    plans = values if isinstance(values, list) else [values]
+    found = read_json(file, "plan")
+    if isinstance(found, dict):
+        found = found.get("plan", found.get("plans", found))
+    plans = found if isinstance(found, list) else [found]
     plans = [plan for plan in plans if isinstance(plan, dict)]
     if name:
         plans = [plan for plan in plans if name in (plan.get("id"), plan.get("label"))]
     rule = "must hold a plan as a JSON object, or several as `plans`; one of that id or label"
     require(bool(plans), "plan", path, rule)
-    return plans[0]
+    values: dict[str, Any] = plans[0]
+    layer = values.get("layer")
+    if layer and isinstance(layer, str):
+        return {**values, "layer": vars(read_layer(layer, file.parent))}
+    return values
 
 
 def read_plan(path: Path | str | Plan) -> Plan:

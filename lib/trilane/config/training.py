@@ -69,12 +69,11 @@ class Data:
         return [replace(self, source=part.source, blend=()) for part in self.blend] or [self]
 
     @property
-    def shares(self) -> tuple[float, float, float]:
+    def shares(self) -> list[float]:
         """The shares of training, validation and test, which add up to 1."""
-        shares = [float(word) for word in (self.split or "1").split(",")]
-        shares += [0.0] * (3 - len(shares))
-        training, validation, test = (share / sum(shares) for share in shares)
-        return training, validation, test
+        words = [*(self.split or "1").split(","), "0", "0"]
+        shares = [float(word) for word in words[:3]]
+        return [share / sum(shares) for share in shares]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,7 +5,6 @@ given in samples, as its ramp-up of the batch requires. Fields with an argument 
 where they are declared; the program's words are in data/megatron_arguments.json.
 """
 
-import functools
 import shlex
 from collections.abc import Sequence
 from dataclasses import fields
@@ -15,19 +14,18 @@ from trilane.config.engines import unsupported_reason
 from trilane.config.model import ModelShape
 from trilane.config.options import Rules, first_broken
 from trilane.config.plan import Plan
-from trilane.utils.validation import DATA, read_json, require
+from trilane.utils.validation import require, shipped_json
 
 Arguments = dict[str, list[str]]  # name without leading dashes -> values; empty for a switch
 
 
-@functools.cache
 def known_arguments() -> dict[str, Any]:
     """`words`: what Megatron-LM has of a field with a choice; `one_way`: what a plan has in one way
     only, `refused` what it does not have; `ignored`: where and how often files are written,
     kernels, workers; `elsewhere`: also ignored, and unknown to core 0.17 to 0.19, by the program
     that has it.
     """
-    return read_json(DATA / "megatron_arguments.json", "arguments")
+    return shipped_json("megatron_arguments")
 
 
 def megatron_args(plan: Plan, prefixes: Sequence[str] = ()) -> Arguments:
