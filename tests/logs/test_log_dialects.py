@@ -65,7 +65,7 @@ def test_a_table_names_its_source_and_reads_no_line_of_another_trainer(name):
         for text in s["text"]
         for line in text.split("\r")
     }
-    found = {dialect for line, dialect in lines.items() if table.iteration_row(line.encode())}
+    found = {dialect for line, dialect in lines.items() if table.iterations(line.encode())}
     assert found <= {name} and table.source.startswith("https://github.com/")
 
 

@@ -2,16 +2,18 @@
 one of your own.
 
 Own tables are the files, and those of the folders, that the environment's TRILANE_DIALECTS names,
-separated by colons.
+separated by colons. The patterns give a line's numbers as *spans*, so that one parse serves all
+lines that differ in digits only.
 """
 
 import functools
 import math
 import os
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 from trilane.logs.table import Row
 from trilane.utils.validation import (
@@ -50,6 +52,25 @@ PATTERNS = ("iteration", "validation", "memory", "end")
 
 
 Unit = tuple[str, float, float]  # column, multiplier and divisor to the unit of the column
+
+
+class Span(NamedTuple):
+    """The position of a number in a line, its column, and the factors to the unit of the column."""
+
+    column: str
+    start: int
+    stop: int
+    multiplier: float
+    divisor: float
+
+
+def row_of(spans: Iterable[Span], line: bytes) -> Row:
+    """The numbers of a line by their columns; hours, minutes and seconds of one time add up."""
+    row: Row = {}
+    for column, start, stop, multiplier, divisor in spans:
+        number = float(line[start:stop].replace(b",", b"")) * multiplier / divisor
+        row[column] = row.get(column, 0.0) + number
+    return row
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,19 +135,30 @@ class Dialect:
         """Whether the line has one of its words."""
         return bool(self._words.search(line))
 
-    def iteration_row(self, line: bytes) -> Row:
-        """The numbers of an iteration line; {} for any other line."""
-        rows = self.rows("iteration", line)
-        if not rows or (self.lines == "json" and not line.rstrip().endswith(b"}")):
-            return {}
-        return rows[0] | self.rest(line, rows[0])
+    @functools.cached_property
+    def is_blind(self) -> bool:
+        """Whether lines that differ in digits only are read alike: their patterns do not look at
+        digits, and all numbers stand on one line.
+        """
+        if self.lines in ("block", "bar") or "iterations_per_second" in self.fields.values():
+            return False
+        texts = [text for key in PATTERNS for text in getattr(self, key)]
+        plain = re.sub(r"\\d|\{[\d,]*\}|0-9", "", " ".join(texts))
+        return not re.search(r"\d|\(\?P=", plain)
 
-    def rows(self, key: str, line: bytes) -> list[Row]:
-        """The numbers of each match of a key's patterns in the line, {} where it has none."""
-        rows = []
+    def iterations(self, line: bytes) -> list[Span]:
+        """The numbers of an iteration line; [] for any other line."""
+        every = self.every("iteration", line)
+        if not every or (self.lines == "json" and not line.rstrip().endswith(b"}")):
+            return []
+        return every[0] + self.rest(line, {span.column for span in every[0]})
+
+    def every(self, key: str, line: bytes) -> list[list[Span]]:
+        """The numbers of each match of a key's patterns in the line."""
+        every = []
         for pattern in self.patterns(key):
-            rows += [_row(match) for match in pattern.finditer(line[:MAX_LINE])]
-        return rows
+            every += [_groups(match) for match in pattern.finditer(line[:MAX_LINE])]
+        return every
 
     def variant(self, line: bytes) -> str:
         """The name of the program that printed the iteration."""
@@ -135,20 +167,20 @@ class Dialect:
                 return name
         return self.name
 
-    def rest(self, line: bytes, seen: Collection[str]) -> Row:
+    def rest(self, line: bytes, seen: Collection[str]) -> list[Span]:
         """The further numbers of an iteration, on its line or on the next of its block, but for
         columns `seen`.
         """
-        row: Row = {}
+        spans: dict[str, Span] = {}
         for match in self._field.finditer(line[:MAX_LINE]):
-            unit = self.columns[match[1]]
-            column = unit[0]
+            column, multiplier, divisor = self.columns[match[1]]
             # a rate of two digits is too rounded to give seconds
             digits = match[2].translate(None, b"+-.,").lstrip(b"0")
             is_rounded = column == "iterations_per_second" and len(digits) < 3
             if column not in seen and not is_rounded:
-                row.setdefault(column, _number(match[2] + (match[3] or b""), unit))
-        return row
+                multiplier *= SUFFIXES.get(match[3], 1.0)
+                spans.setdefault(column, Span(column, *match.span(2), multiplier, divisor))
+        return list(spans.values())
 
 
 @functools.cache
@@ -156,22 +188,17 @@ def _compiled(patterns: tuple[str, ...]) -> tuple[re.Pattern[bytes], ...]:
     return tuple(re.compile(pattern.encode()) for pattern in patterns)
 
 
-def _number(text: bytes, unit: Unit) -> float:
-    """The number with its suffix, in the unit of its column."""
-    factor = SUFFIXES.get(text[-1:])
-    if factor:
-        text = text[:-1]
-    return float(text.replace(b",", b"")) * (unit[1] * (factor or 1.0)) / unit[2]
-
-
-def _row(match: re.Match[bytes]) -> Row:
-    """The numbers of the groups by their columns; hours, minutes and seconds of one time add up."""
-    row: Row = {}
+def _groups(match: re.Match[bytes]) -> list[Span]:
+    spans: list[Span] = []
     for name, text in match.groupdict(b"").items():
-        unit = _column_of_group(name)
-        if re.fullmatch(rb"(?:%s)[KMGBTP]?" % NUMBER, text):
-            row[unit[0]] = row.get(unit[0], 0.0) + _number(text, unit)
-    return row
+        column, multiplier, divisor = _column_of_group(name)
+        begin, end = match.span(name)
+        if text[-1:] in SUFFIXES:
+            end -= 1
+            multiplier *= SUFFIXES[text[-1:]]
+        if re.fullmatch(NUMBER, match.string[begin:end]):
+            spans.append(Span(column, begin, end, multiplier, divisor))
+    return spans
 
 
 def _column_of_group(name: str) -> Unit:

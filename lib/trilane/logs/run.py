@@ -1,6 +1,5 @@
 """RunLog: the content of one training run's log, or of a run folder, and how the run ended."""
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -17,7 +16,7 @@ from trilane.logs.reading.lines import lines
 from trilane.logs.reading.reader import Reader
 from trilane.logs.reading.runs import PartialRun
 from trilane.logs.reading.trainer_dicts import number_iterations
-from trilane.logs.table import frame, last
+from trilane.logs.table import frame
 from trilane.utils.tables import DataFrame, Table, show
 from trilane.utils.validation import shown
 from trilane.workspace.status import Status, known_status
@@ -139,7 +138,7 @@ def read_log(path: Path | str) -> RunLog:
 def _finish(run: PartialRun, path: Path, notes: tuple[str, ...]) -> RunLog:
     """The RunLog of a run in `path`."""
     number_iterations(run)
-    iterations = frame(run.iterations, INTEGERS)
+    iterations = run.iterations.frame(INTEGERS)
     counted = {name for name, rows in run.dialects.items() if rows} or {*run.dialects}
     programs = {dialect.name: dialect.variant(run.last_line) for dialect in dialects()}
     status, evidence, end = _status(run)
@@ -157,13 +156,13 @@ def _finish(run: PartialRun, path: Path, notes: tuple[str, ...]) -> RunLog:
     return RunLog(
         source=path,
         iterations=iterations,
-        validation=frame(run.validation, ("iteration",)),
+        validation=run.validation.frame(("iteration",)),
         memory=frame(memory, ("rank",)),
         status=status,
         evidence=evidence,
         dialect=" + ".join(sorted(programs.get(name, name) for name in counted)) or "unknown",
         arguments=run.arguments,
-        timers=frame(run.timers, ("iteration",)),
+        timers=run.timers.frame(("iteration",)),
         totals=run.summary,
         rank=place.rank,
         hosts=hosts,
@@ -186,8 +185,8 @@ def _learn_places(run: PartialRun) -> None:
 
 def _status(run: PartialRun) -> tuple[Status, str, Ending | None]:
     """Status, evidence, and the ending if one decides; a run without any is unfinished."""
-    done = last(run.iterations, "iteration") + 1 - run.first_iteration
-    is_done = done == last(run.iterations, "train_iters")
+    done = run.iterations.last("iteration") + 1 - run.first_iteration
+    is_done = done == run.iterations.last("train_iters")
     ends = run.endings
     if is_done:  # a run that the scheduler ended and that reached its last iteration was continued
         ends = [end for end in ends if end.level > Level.SCHEDULER or end.rows >= run.rows]
@@ -195,10 +194,7 @@ def _status(run: PartialRun) -> tuple[Status, str, Ending | None]:
     if end and end.level < Level.PLANNED:
         return end.status, end.evidence, end
     evidence = endings.text(run.last_line)
-    row = run.iterations[-1] if run.rows else {}
-    loss = row.get("lm_loss", 1.0)
-    # the Trainer prints 0 for a loss that is NaN
-    if math.isnan(loss) or (loss == 0 and math.isnan(row.get("grad_norm", 1.0))):
+    if run.is_nan:
         return Status.NAN_LOSS, evidence, None
     if end and end.level == Level.PLANNED:
         return end.status, end.evidence, end

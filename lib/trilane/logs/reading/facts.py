@@ -4,10 +4,10 @@ import re
 from dataclasses import replace
 
 from trilane.logs import arguments, endings
+from trilane.logs.dialects import Span
 from trilane.logs.endings import Ending, Level
 from trilane.logs.places import Place
 from trilane.logs.reading.runs import PartialRun
-from trilane.logs.table import Row
 from trilane.logs.watchdog import WORDS
 
 # printed only when a training begins
@@ -60,13 +60,11 @@ class Facts:
         self._others = False
 
     def numbers(self, line: bytes, run: PartialRun) -> bool:
-        """Read timers and rates; whether the line has the form of any, digits aside."""
-        if row := timers(line):
-            run.add_timers(row)
-        elif b"Effective Tera" in line:
+        """Read a rate, or what trilane prints of itself; whether the line holds any."""
+        if b"Effective Tera" in line:
             rate = re.search(rb"Effective Tera Flops per GPU: (\d+(?:\.\d*)?)", line)
             if rate and run.rows:
-                run.iterations[-1]["flops_per_s_per_gpu"] = float(rate[1]) * 1e12
+                run.iterations.change_last({"flops_per_s_per_gpu": float(rate[1]) * 1e12})
         elif own := OWN.search(line):
             if len(run.own) < MAX_OWN:
                 run.own.append(endings.text(own[0]))
@@ -150,16 +148,16 @@ class Facts:
         return None
 
 
-def timers(line: bytes) -> Row:
+def timers(line: bytes) -> list[Span]:
     """The timers in a line, in seconds, by name; of (min, max) over ranks the maximum."""
     every: list[re.Match[bytes]] = []
     if head := TIMERS.search(line):
         every = list(TIMER.finditer(line, head.end() - 1))
     elif b"...:" in line and (match := OF_RANKS.search(line)):
         every = [match]
-    row: Row = {}
+    spans: dict[str, Span] = {}
     for match in every:
         name = match[1].decode("utf-8", "replace")
         if name != "iteration":
-            row.setdefault(name, float(match[2]) / 1e3)
-    return row
+            spans.setdefault(name, Span(name, *match.span(2), 1.0, 1e3))
+    return list(spans.values())

@@ -1,27 +1,37 @@
 """Reader: lines of a log in, runs out.
 
-Most lines hold nothing. Such a line is searched by all rules once; others that differ from it in
-digits only are passed over.
+Programs pad or round their numbers, so a log has few *forms*, which are lines with every digit as
+0. The first line of a form is searched by all rules; where it is one iteration, timers, or nothing,
+the others of its form are read by the places of their numbers, or passed over.
 """
 
 import re
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from trilane.logs import endings
-from trilane.logs.dialects import Dialect, dialects
+from trilane.logs.dialects import Dialect, Span, dialects, row_of
 from trilane.logs.prefixes import source
 from trilane.logs.reading import trainer_dicts
-from trilane.logs.reading.facts import LAUNCH, Facts
+from trilane.logs.reading.facts import LAUNCH, Facts, timers
 from trilane.logs.reading.runs import PartialRun, Runs
 from trilane.logs.table import Row
 from trilane.workspace.status import Status
 
 LONG = 1 << 16  # bytes: longer lines are searched for iterations only
-MAX_FORM = 4096  # bytes of the longest line that is remembered to hold nothing
-MAX_FORMS = 50_000  # of these
+MAX_FORM = 4096  # bytes of the longest line whose form is remembered
+MAX_FORMS = 50_000  # more are forgotten: the wording of a log changes
 DIGITS = bytes.maketrans(b"123456789", b"000000000")
-CUT = re.compile(rb"[-+.,\deE]+$")  # a number at the end of a file, which may go on
 ESCAPE = re.compile(rb"\x1b\[[0-9;?]*[A-Za-z]|\0")
+
+
+class Form(NamedTuple):
+    """Where the numbers of lines of one form stand: of an iteration of a dialect, or without one of
+    timers; without any the lines hold nothing.
+    """
+
+    dialect: Dialect | None = None
+    spans: Sequence[Span] = ()
 
 
 class Reader:
@@ -29,7 +39,7 @@ class Reader:
 
     def __init__(self) -> None:
         self._runs = Runs()
-        self._empty: set[bytes] = set()  # lines that hold nothing, whatever their digits
+        self._forms: dict[bytes, Form] = {}
         # an iteration whose other numbers stand on the next lines: its row so far, its first line
         self._open: tuple[Dialect, Row, bytes] | None = None
         self._facts = Facts()
@@ -42,30 +52,40 @@ class Reader:
 
     def read(self, line: bytes) -> None:
         """Read a line with its end, which only the last one of a file may lack."""
-        form = line.translate(DIGITS)
-        is_inside = self._open or self._facts.traceback or self._facts.inside
-        if form in self._empty and not is_inside:
-            return
-        is_whole = line.endswith(b"\n")
         if b"\x1b" in line or b"\0" in line:
             line = ESCAPE.sub(b"", line)
+        key = line.translate(DIGITS)
+        form = self._forms.get(key)
+        if form is None or self._open or self._facts.traceback or self._facts.inside:
+            form = self._line(line)
+            if form and len(line) <= MAX_FORM:
+                if len(self._forms) > MAX_FORMS:
+                    self._forms.clear()
+                self._forms[key] = form
+        elif form.dialect:
+            self._runs.take(row_of(form.spans, line), form.dialect, line)
+        elif form.spans:
+            self._runs.run.add_timers(row_of(form.spans, line))
+
+    def _line(self, line: bytes) -> Form | None:
+        """Read a line by all rules; its form, None where other digits may make it another line, or
+        it is of several parts.
+        """
         # a progress bar overwrites what is before it
         *parts, last = line.rstrip(b"\r\n").split(b"\r")
         for part in parts:
             self._part(part, True)
-        has_content = self._part(last, is_whole)
-        if len(form) <= MAX_FORM and len(self._empty) < MAX_FORMS and not (has_content or parts):
-            self._empty.add(form)
+        form = self._part(last, line.endswith(b"\n"))
+        return None if parts else form
 
-    def _part(self, line: bytes, is_whole: bool) -> bool:
-        """Read a line, or a part of one that a bar overwrote; whether it, or one with other digits,
-        may hold anything.
-        """
+    def _part(self, line: bytes, is_whole: bool) -> Form | None:
+        """Read a line, or a part of one that a bar overwrote."""
         if self._open and self._continues(*self._open[:2], line):
-            return True
+            return None
         tables = [table for table in dialects() if table.holds(line)]
-        if self._iteration(tables, line, is_whole) or len(line) >= LONG:
-            return True
+        form = self._iteration(tables, line, is_whole)
+        if form != Form() or len(line) >= LONG:
+            return form
         is_dict = b"{'" in line
         is_bar = b"it/s" in line or b"s/it" in line
         if is_dict:
@@ -76,56 +96,65 @@ class Reader:
         if is_launch:  # of another run where the current one has begun or ended
             self._runs.begin()
             self._runs.run.launched = True
-        has_arguments = self._facts.arguments(line, self._runs.run)
-        has_numbers = self._facts.numbers(line, self._runs.run)
-        has_end = self._facts.end(line, self._runs.run)
-        is_other = is_launch or has_arguments or has_numbers or has_end
-        return is_other or is_dict or is_bar or bool(tables)
+        run = self._runs.run
+        spans = timers(line)
+        if spans:
+            run.add_timers(row_of(spans, line))
+        has_arguments = self._facts.arguments(line, run)
+        has_numbers = self._facts.numbers(line, run)
+        has_end = self._facts.end(line, run)
+        is_other = is_dict or is_bar or is_launch or has_arguments or has_numbers or has_end
+        if is_other or not all(table.is_blind for table in tables):
+            return None
+        return Form(None, spans)
 
-    def _iteration(self, tables: Sequence[Dialect], line: bytes, is_whole: bool) -> bool:
+    def _iteration(self, tables: Sequence[Dialect], line: bytes, is_whole: bool) -> Form | None:
         """Read a line by the dialect that finds most in it: an iteration, or what is printed around
-        iterations. Whether it is one.
+        iterations.
         """
-        row: Row = {}
-        text = line if is_whole else CUT.sub(b"", line)
+        spans: list[Span] = []
         for table in tables:
-            of_table = table.iteration_row(text)
-            if len(of_table) > len(row):
-                row = of_table
+            of_table = table.iterations(line)
+            if len(of_table) > len(spans):
+                spans = of_table
                 dialect = table
-        if not row:
-            return any([self._around(line, table) for table in tables])
+        if not spans:
+            around = [self._around(line, table) for table in tables]
+            return None if any(around) else Form()
         self._end()
+        if not is_whole:  # the last number may be cut
+            spans = [span for span in spans if span.stop < len(line)]
+        row = row_of(spans, line)
         if "iteration" in row:
             self._open = dialect, row, line
         if dialect.lines != "block" or not is_whole:
             self._end()
-        return True
+        return Form(dialect, spans) if dialect.is_blind else None
 
     def _around(self, line: bytes, dialect: Dialect) -> bool:
         """Read a line of that dialect that is no iteration; whether it is one."""
-        if dialect.rows("end", line):
+        if dialect.every("end", line):
             self._end()
             level = endings.Level.PLANNED
             self._runs.run.add_ending(
                 endings.reported(level, Status.COMPLETED, line, self._runs.run.rows)
             )
-        elif evaluations := dialect.rows("validation", line):
+        elif evaluations := dialect.every("validation", line):
             self._end()
-            self._runs.run.add_validation(evaluations[0])
+            self._runs.run.add_validation(row_of(evaluations[0], line))
         else:
-            reports = dialect.rows("memory", line)
-            for report in reports:
-                self._runs.run.add_memory(report, source(line))
+            reports = dialect.every("memory", line)
+            for spans in reports:
+                self._runs.run.add_memory(row_of(spans, line), source(line))
             return bool(reports)
         return True
 
     def _continues(self, dialect: Dialect, row: Row, line: bytes) -> bool:
         """Whether the line continues the iteration that is open, which then may end."""
-        if dialect.rows("iteration", line):
+        if dialect.every("iteration", line):
             return False
-        if more := dialect.rest(line, row):
-            row |= more
+        if spans := dialect.rest(line, row):
+            row |= row_of(spans, line)
             return True
         if line.strip() and not line[:1].isspace():
             self._end()

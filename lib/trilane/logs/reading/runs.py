@@ -2,6 +2,7 @@
 of a run, a copy of another rank's, or the first of another run.
 """
 
+import math
 from collections import Counter
 
 from trilane.logs.arguments import Value
@@ -9,7 +10,7 @@ from trilane.logs.dialects import Dialect
 from trilane.logs.endings import Ending, Level, joined, superseded
 from trilane.logs.places import Places
 from trilane.logs.prefixes import source, timestamp
-from trilane.logs.table import NAN, Row, fill, last
+from trilane.logs.table import NAN, NumericTable, Row
 from trilane.logs.watchdog import Watchdogs
 from trilane.utils.validation import require
 
@@ -21,14 +22,14 @@ LAUNCHED = (Level.SCHEDULER, Level.OUTSIDE, Level.WRAPPER, Level.LAUNCHER)
 
 
 class PartialRun:
-    """What was read of a run so far. Memory grows by a dict of numbers for each iteration;
-    everything else is bounded by the number of ranks and names.
+    """What was read of a run so far. Tables grow by 8 bytes a number; everything else is bounded by
+    the number of ranks and names.
     """
 
     def __init__(self, follows: bool = False) -> None:
-        self.iterations: list[Row] = []
-        self.timers: list[Row] = []
-        self.validation: list[Row] = []
+        self.iterations = NumericTable()
+        self.timers = NumericTable()
+        self.validation = NumericTable()
         self.memory: dict[int, Row] = {}
         self.arguments: dict[str, Value] = {}
         self.summary: Row = {}
@@ -42,6 +43,7 @@ class PartialRun:
         self.iteration = 0.0  # the number of the last one, 0 before the first
         self.first_iteration = 1  # what the program calls its first iteration
         self.last_line = b""  # of an iteration
+        self.is_nan = False  # the last loss
         # by dialect, the last iteration and its time
         self._timed: dict[str, tuple[float, float]] = {}
         self.rank = NAN  # that prints the iterations, if known
@@ -50,7 +52,7 @@ class PartialRun:
     @property
     def rows(self) -> int:
         """How many iterations were read."""
-        return len(self.iterations)
+        return self.iterations.rows
 
     @property
     def ends_at_launch(self) -> bool:
@@ -67,10 +69,12 @@ class PartialRun:
         """Append an iteration, of that line, printed by the rank or process `source`."""
         # Megatron's own count stays 0 where the loss is NaN:
         # https://github.com/deepspeedai/Megatron-DeepSpeed/pull/434
-        loss = row.get("lm_loss", 0.0)
+        loss = row.get("lm_loss", 1.0)
         if loss != loss:
             row["nan"] = row.get("nan") or 1.0
-        self.iterations.append(row)
+        # the Trainer prints 0 for a loss that is NaN
+        self.is_nan = loss != loss or (loss == 0 and math.isnan(row.get("grad_norm", 0.0)))
+        self.iterations.add(row)
         self.dialects[dialect] += 1
         if self.rank != self.rank:
             self.rank = source
@@ -114,29 +118,30 @@ class PartialRun:
                 return None
             if before is not None and number > before:
                 return None
-        is_other = abs(row.get("lm_loss", NAN) - last(self.iterations, "lm_loss")) > 0
+        is_other = abs(row.get("lm_loss", NAN) - self.iterations.last("lm_loss")) > 0
         if number == self.iteration and not is_other:
             return None
         return False
 
     def forget(self) -> None:
         """Forget DeepSpeed's own steps, as another dialect reports the iterations."""
-        self.iterations.clear()
+        self.iterations = NumericTable()
         self.dialects.clear()
         self.printed.clear()
         self.rank = NAN
 
     def add_timers(self, row: Row) -> None:
         """Add timers in seconds, printed after the last iteration. The last value counts."""
-        if last(self.timers, "iteration") != self.iteration:
-            self.timers.append({"iteration": self.iteration})
-        self.timers[-1] |= row
+        if self.timers.last("iteration") == self.iteration:
+            self.timers.change_last(row)
+        else:
+            self.timers.add({"iteration": self.iteration, **row})
 
     def add_validation(self, row: Row) -> None:
         """Add an evaluation, which several ranks may print."""
         number = row.get("iteration", self.iteration)
-        if not last(self.validation, "iteration") >= number:
-            self.validation.append({"iteration": number, **row})
+        if not self.validation.last("iteration") >= number:
+            self.validation.add({"iteration": number, **row})
 
     def add_memory(self, report: Row, source: float) -> None:
         """Update the memory of a rank, or of what printed it (NaN: unnamed, counts as 0): the most
@@ -165,12 +170,8 @@ class Runs:
     """The runs of a file, of which the last is the current one."""
 
     def __init__(self) -> None:
-        self.all = [PartialRun()]
-
-    @property
-    def run(self) -> PartialRun:
-        """The current run."""
-        return self.all[-1]
+        self.run = PartialRun()
+        self.all = [self.run]
 
     def take(self, row: Row, dialect: Dialect, line: bytes) -> None:
         """Give an iteration of a dialect, all of whose lines were read, to its run."""
@@ -188,7 +189,7 @@ class Runs:
         if is_drawn and run.dialects.keys() == {dialect.name} and self._repeats(row):
             # drawn again with its loss after that of the one before, by the rank that counts
             if printed_by == run.rank or printed_by != printed_by:
-                run.iterations[-1] |= row
+                run.iterations.change_last(row)
             return
         self.step(row, dialect.name, time_s, line, printed_by)
         if self.run.dialects[dialect.name]:
@@ -203,8 +204,8 @@ class Runs:
         run = self.run
         counted = {name for name, rows in run.dialects.items() if rows}
         if dialect == STEPS and counted - {STEPS}:
-            if "skipped_total" in row and "skipped" not in run.iterations[-1]:
-                run.iterations[-1]["skipped_total"] = row["skipped_total"]
+            if "skipped_total" in row and "skipped" not in run.iterations.columns:
+                run.iterations.change_last({"skipped_total": row["skipped_total"]})
             return
         if dialect != STEPS and counted == {STEPS}:
             run.forget()
@@ -217,7 +218,7 @@ class Runs:
                 is_next = None
         if is_next is None:
             run.dialects[dialect] += 0
-            fill(run.iterations, row)  # only the last stage has a loss
+            run.iterations.fill(row)  # only the last stage has a loss
             return
         if not is_next:
             self.begin()
@@ -228,9 +229,10 @@ class Runs:
         if self.run.ends_at_launch:
             count = len(self.all)
             require(count < MAX_RUNS, "log", f"{count} runs", "its iterations do not rise")
-            self.all.append(PartialRun(follows=True))
+            self.run = PartialRun(follows=True)
+            self.all.append(self.run)
 
     def _repeats(self, row: Row) -> bool:
         """Whether the row has the number of the last iteration, and no later epoch."""
-        is_later = row.get("epoch", NAN) > last(self.run.iterations, "epoch")
+        is_later = row.get("epoch", NAN) > self.run.iterations.last("epoch")
         return self.run.iteration == row["iteration"] and not is_later

@@ -7,7 +7,7 @@ import re
 
 from trilane.logs.prefixes import NAN
 from trilane.logs.reading.runs import PartialRun, Runs
-from trilane.logs.table import Row, last
+from trilane.logs.table import Row
 
 DICT = re.compile(rb"\{('[^{}]*)\}")
 ENTRY = re.compile(rb"'(\w+)': '?(?:[\w.]+\()?([-+]?[\w.+-]+)'?")  # also tensor(1.25, device=..)
@@ -74,7 +74,7 @@ class TrainerDicts:
                 run.summary = run.summary or values
                 run.last_line = line
                 continue
-            before = {name: last(run.iterations, column) for name, column in COLUMNS.items()}
+            before = {name: run.iterations.last(column) for name, column in COLUMNS.items()}
             if "step" not in values and self._is_next(before):
                 values = values | self.bar
             if not _is_copy(values, before):
@@ -107,15 +107,18 @@ def number_iterations(run: PartialRun) -> None:
     """Number the iterations whose dicts had no step by `logging_steps` of a run from its start;
     without it, or where only some had one, no iteration has a number, nor a time.
     """
-    is_missing = [math.isnan(row["iteration"]) for row in run.iterations]
-    if "hf-trainer" not in run.dialects or not any(is_missing):
+    if "hf-trainer" not in run.dialects or not run.rows:
+        return
+    numbers = run.iterations.columns["iteration"]
+    is_missing = [math.isnan(number) for number in numbers]
+    if not any(is_missing):
         return
     steps = NAN
     given = run.arguments.get("logging_steps")
     is_resumed = run.arguments.get("resume_from_checkpoint")
     if isinstance(given, int) and all(is_missing) and not is_resumed:
         steps = float(given)
-    for place, row in enumerate(run.iterations, 1):
-        row["iteration"] = steps * place
-        if steps != steps:
-            row.pop("sec_per_it", None)
+    for place in range(run.rows):
+        numbers[place] = steps * (place + 1)
+    if steps != steps:
+        run.iterations.columns.pop("sec_per_it", None)
