@@ -127,7 +127,7 @@ def test_a_ramp_is_measured_at_its_full_batch_and_everywhere_alike(folder, capsy
 
     for record in parsed(capsys, folder, folder / "run.log")[1]:
         assert record == m.to_json()
-    assert m.to_json()["left_out"] == {"warm-up": 5, "batch size is not 4": 10}
+    assert m.to_json()["left_out"] == {"warm-up": 5, "global_batch_size is not 4": 10}
 
     (run,) = measure_all([folder.parent])[0]
     row = run.row()

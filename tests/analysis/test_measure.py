@@ -127,13 +127,6 @@ def test_timers_become_phases_once_each():
     assert phases(measure_log(log(1))) == {}
 
 
-def test_skipped_and_broken_iterations_are_counted():
-    loss, skipped = np.full(20, 5.0), np.zeros(20)
-    loss[[2, 7]], skipped[2] = math.nan, 1
-    m = measure_log(log(lm_loss=loss, skipped=skipped, nan=0))
-    assert (m.skipped, m.nan_iterations) == (1, 1)
-
-
 def test_logs_of_one_training_join_and_what_was_done_again_counts_once():
     logs = [
         log(10, name="1", consumed_samples=np.arange(4, 44, 4)),

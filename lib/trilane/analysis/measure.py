@@ -75,9 +75,7 @@ class Measurement(Record):
     tokens_per_s    of the whole job
     flops_per_s     per GPU by definition (rates, and `printed` where the log has it)
     mfu             where the card is known
-    lost_share      of the printed time that iterations took beyond the median: stalls, checkpoints
     memory_bytes    the fullest rank's peak
-    skipped, nan_iterations     over the whole log: without a step of the optimizer, with a NaN
     """
 
     name: str
@@ -90,11 +88,7 @@ class Measurement(Record):
     tokens_per_s: float
     flops_per_s: dict[str, float] = field(default_factory=dict)
     mfu: float
-    lost_share: float
     memory_bytes: float
-    last_loss: float
-    skipped: int
-    nan_iterations: int
 
     @property
     def status(self) -> Status:
@@ -111,8 +105,15 @@ class Measurement(Record):
     def row(self) -> dict[str, Any]:
         """The run in base units, memory in GiB, NaN where unknown; what the log shows of its end is
         text.
+
+        `lost` is the share of the printed time that iterations took beyond the median: stalls,
+        checkpoints. Without a step of the optimizer were `skipped`, with a NaN `nan_iterations`, as
+        the log counts them.
         """
         log = self.log
+        later = log.column("sec_per_it")[WARM_UP:]
+        beyond = np.maximum(later - self.sec_per_it, 0)
+        losses = log.iterations.reindex(columns=["lm_loss"])["lm_loss"].dropna()
         config = self.config
         row: dict[str, Any] = dict.fromkeys(SIZES, math.nan)
         if config.shape:
@@ -131,14 +132,14 @@ class Measurement(Record):
             "sec_per_it": self.sec_per_it,
             "tflops": self.flops_per_s_per_gpu / 1e12,
             "mfu": self.mfu,
-            "lost": self.lost_share,
-            "loss": self.last_loss,
+            "lost": np.nansum(beyond) / (np.nansum(later) or math.nan),
+            "loss": losses.iloc[-1] if len(losses) else math.nan,
             "tokens_per_s": self.tokens_per_s,
             "iterations": len(log.iterations),
             "first_iteration": log.first_iteration,
             "last_iteration": log.last_iteration,
-            "skipped": self.skipped,
-            "nan_iterations": self.nan_iterations,
+            "skipped": skipped_iterations(log),
+            "nan_iterations": int(np.nansum(log.column("nan"))),
             "status": self.status,
             "dialect": log.dialect,
             "hosts": "; ".join(log.hosts),
@@ -195,13 +196,6 @@ def measure_log(
     tokens_per_s = 0.0
     if seconds > 0:
         tokens_per_s = config.gbs * config.seq_length / seconds
-    later = times[WARM_UP:]
-    later = later[np.isfinite(later)]
-    lost_share = math.nan
-    if later.any():
-        lost_share = float(np.maximum(later - seconds, 0).sum() / later.sum())
-    loss = log.column("lm_loss")
-    loss = loss[np.isfinite(loss)]
     computed = rates(config, seconds)
     column = log.column("flops_per_s_per_gpu")
     printed = median(column[1:])  # the first line is of the warm-up
@@ -224,11 +218,7 @@ def measure_log(
         tokens_per_s=tokens_per_s or printed_tokens(log, counts, config.gpus),
         flops_per_s={**flops_per_s, **computed},
         mfu=mfu(config, seconds),
-        lost_share=lost_share,
         memory_bytes=float(memory.iloc[0]) if len(memory) else math.nan,
-        last_loss=float(loss[-1]) if len(loss) else math.nan,
-        skipped=skipped_iterations(log),
-        nan_iterations=nan_iterations(log),
     )
 
 
@@ -263,21 +253,6 @@ def skipped_iterations(log: RunLog) -> int:
         total = log.column("skipped_total")
         skipped = total[np.isfinite(total)][-1:]
     return int(np.nansum(skipped))
-
-
-def nan_iterations(log: RunLog) -> int:
-    """Those that the framework counts as NaN, or whose loss it prints as NaN; Megatron leaves the
-    loss out then.
-    """
-    table = log.iterations.reindex(columns=["lm_loss", "nan", "skipped", "loss_scale"])
-    printed = int(table["nan"].sum())
-    leaves_out = re.search(r"megatron|gpt-neox|deepspeedai", log.dialect)
-    if not leaves_out or "lm_loss" not in log.iterations:
-        return printed
-    # a line that lacks all that Megatron prints behind the losses was cut
-    is_whole = table[["nan", "skipped", "loss_scale"]].notna().any(axis=1)
-    is_broken = table["lm_loss"].isna() & is_whole & ~(table["skipped"] > 0)
-    return max(printed, int(is_broken.sum()))
 
 
 def phases(run: Measurement) -> dict[str, float]:

@@ -1,6 +1,5 @@
 """One plan predicted in full, as `trilane plan show` prints it."""
 
-from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -8,12 +7,9 @@ from trilane.analysis.measure import mfu, rates
 from trilane.analysis.run_config import config_of
 from trilane.config.plan import Plan
 from trilane.costmodel.calibration import Calibration
-from trilane.costmodel.memory import StageMemory
 from trilane.costmodel.trace import Trace
 from trilane.planning.explain import explain
 from trilane.utils.tables import as_json
-
-TENSORS = ("weights", "gradients", "optimizer", "activations")
 
 
 def plan_report(
@@ -22,9 +18,7 @@ def plan_report(
     trace: Trace | None = None,
 ) -> tuple[dict[str, Any], str]:
     """A plan with its prediction and what limits it, as JSON that read_plan() takes for a plan, and
-    as text.
-
-    With what was traced.
+    as text; the JSON has what was traced.
     """
     why = explain(plan, calibration)
     p = why.prediction
@@ -60,27 +54,6 @@ def plan_report(
     if p.host_memory_bytes:
         lines.append(f"host      {p.host_memory_bytes / 2**30:.1f} GiB")
     for number, stage in enumerate(p.stages):
-        lines.append(f"  stage {number}: {_gib(stage.total, asdict(stage))}")
-    if trace:
-        lines += _traced(trace, p.stages)
+        parts = [f"{name} {size / 2**30:.2f}" for name, size in asdict(stage).items() if size]
+        lines.append(f"  stage {number}: {stage.total / 2**30:.1f} GiB: {', '.join(parts)}")
     return values, "\n".join(lines)
-
-
-def _traced(trace: Trace, stages: Sequence[StageMemory]) -> list[str]:
-    """The tensors that the real engine held without a GPU, and how much is predicted of the parts
-    that are tensors.
-    """
-    ran = f"{len(trace.stages)} of {len(stages)} stages ran on tensors without memory"
-    lines = [f"traced    {ran}; left out: context, fragmentation, NCCL's and cuBLAS's buffers"]
-    for traced in trace.stages:
-        names = (*TENSORS, "temporary", "buffers")
-        parts = _gib(traced.peak_bytes, {name: getattr(traced, f"{name}_bytes") for name in names})
-        tensors = sum(getattr(stages[traced.stage], name) for name in (*TENSORS, "working"))
-        predicted = f"predicted {tensors / 2**30:.1f} without buffers"
-        lines.append(f"  stage {traced.stage}: {parts}; {predicted}")
-    return lines
-
-
-def _gib(whole: float, parts: Mapping[str, float]) -> str:
-    words = [f"{name} {size / 2**30:.2f}" for name, size in parts.items() if size]
-    return f"{whole / 2**30:.1f} GiB: {', '.join(words)}"

@@ -26,8 +26,7 @@ RETURNED = 3.0  # of robust noise: the value is back at its level
 class Event(Record):
     """An anomaly of a training.
 
-    kind        "loss spike", "grad norm spike", or "divergence" (the level rose and stayed, or the
-                loss became NaN)
+    kind        "loss spike", "grad norm spike", or "divergence" (the level rose and stayed)
     iteration   where it begins; `peak_iteration` where it is worst
     level       the expected value; `peak` the worst one seen
     recovered   the iteration from which the value is back at its level; None where that is not in
@@ -90,19 +89,8 @@ def _spikes(curve: Curve, name: str, kind: str, least: float) -> Iterator[Event]
 
 
 def _divergence(curve: Curve, spikes: Sequence[Event]) -> list[Event]:
-    """The level at the end exceeds the best one by 10 %, or the loss is NaN from some line to the
-    end.
-    """
+    """The level at the end exceeds the best one by 10 %."""
     iteration, x = _logarithms(curve, "lm_loss")
-    if not len(x):
-        return []
-    table = curve.table
-    if "skipped" in table:  # those print no loss
-        table = table[~(table["skipped"] > 0)]
-    is_number = np.isfinite(table["lm_loss"].to_numpy(float))
-    if len(is_number) > 3 and not is_number[-3:].any():
-        first = int(table["iteration"].iloc[np.flatnonzero(is_number)[-1] + 1])
-        return [_event("divergence", first, first, np.median(x[-WINDOW:]), math.nan)]
     if len(x) < 2 * LEAST:
         return []
     width = min(WINDOW, len(x) // 2)

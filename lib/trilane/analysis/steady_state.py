@@ -38,10 +38,8 @@ def steady_state(log: RunLog, gbs: float = 0, seq_length: float = 0) -> SteadySt
     counts = np.isfinite(log.column("sec_per_it"))
     if not len(counts):
         return SteadyState(counts=np.zeros(len(log.iterations), bool), left_out={})
-    full = {"global_batch_size": gbs, "seq_length": seq_length}
-    iteration = log.column("iteration")
     left_out = {"no time printed": int((~counts).sum())}
-    for reason, is_unsteady in _reasons(log, iteration, full):
+    for reason, is_unsteady in _reasons(log, gbs, seq_length):
         if (counts & ~is_unsteady).any():
             left_out[reason] = int((counts & is_unsteady).sum())
             counts = counts & ~is_unsteady
@@ -49,27 +47,25 @@ def steady_state(log: RunLog, gbs: float = 0, seq_length: float = 0) -> SteadySt
     return SteadyState(counts=counts, left_out=left_out)
 
 
-def _reasons(
-    log: RunLog, iteration: np.ndarray, full: dict[str, float]
-) -> Iterator[tuple[str, np.ndarray]]:
-    is_first_half = np.arange(len(iteration)) < max(1, len(iteration) // 2)
-    if len(iteration) > 1:
-        yield "warm-up", (iteration - iteration[0] < WARM_UP) & is_first_half
+def _reasons(log: RunLog, gbs: float, seq_length: float) -> Iterator[tuple[str, np.ndarray]]:
+    iteration = log.column("iteration")
+    is_first_half = np.arange(len(iteration)) < len(iteration) // 2
+    yield "warm-up", (iteration - iteration[0] < WARM_UP) & is_first_half
     if "skipped" in log.iterations:
         yield "skipped", log.column("skipped") > 0
-    for name, words in (("global_batch_size", "batch size"), ("seq_length", "sequence length")):
+    full = {"global_batch_size": gbs, "seq_length": seq_length}
+    for name, most in full.items():
         sizes = log.column(name)
-        size = min(full[name] or np.inf, np.nanmax(sizes, initial=0))
+        size = min(most or np.inf, np.nanmax(sizes, initial=0))
         if size:
-            is_small = ~(np.abs(sizes - size) <= SMALLER * size)
-            yield f"{words} is not {size:.0f}", is_small
+            yield f"{name} is not {size:.0f}", ~(np.abs(sizes - size) <= SMALLER * size)
     step = interval(iteration)
-    for name, words in (("eval_interval", "an evaluation"), ("save_interval", "a checkpoint")):
+    for name in ("eval_interval", "save_interval"):
         every = log.arguments.get(name)
         if isinstance(every, int) and every > 0:
             # a line's iterations include one right after a multiple of `every`
             multiple = np.floor((iteration - 1) / every) * every
-            yield f"after {words}", (multiple >= iteration - step) & (multiple >= every)
+            yield f"after a multiple of {name}", (multiple >= iteration - step) & (multiple >= every)
 
 
 def interval(iteration: np.ndarray) -> float:

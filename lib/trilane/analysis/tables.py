@@ -11,9 +11,8 @@ from typing import Any
 from trilane.analysis.measure import Measurement
 from trilane.utils.numbers import size_text
 from trilane.utils.tables import DataFrame, csv_text, middle, one_line
-from trilane.workspace.status import Status
 
-# The columns of BigScience's tables
+# The columns of BigScience's tables, and how a run ended
 HEADS = {
     "GPUs": "gpus",
     "Size": "parameters",
@@ -26,6 +25,9 @@ HEADS = {
     "Sec/it": "sec_per_it",
     "TFLOPs": "tflops",
     "Loss": "loss",
+    "Status": "status",
+    "Problems": "problems",
+    "Notes": "source",
 }
 # what `logs parse` prints of a run
 PARSED = "iterations first_iteration last_iteration sec_per_it tflops memory_gib loss hosts exclude"
@@ -65,26 +67,17 @@ def cell(key: str, value: Any) -> str:
 
 
 def markdown(table: DataFrame) -> str:
-    """The table in Markdown, its columns aligned: those of BigScience's tables that hold anything,
-    and the source, with what is wrong with it; the middle of long texts is left out.
+    """The table in Markdown, its columns aligned: those of BigScience's tables that hold anything;
+    the middle of long texts is left out.
     """
     columns = []
     for head, key in HEADS.items():
-        texts = [cell(key, value) for value in table[key]]
+        texts = [middle(cell(key, value)) for value in table[key]]
+        texts = [html.escape(text, quote=False).replace("|", "\\|") for text in texts]
         if any(texts):
             width = max(3, len(head), *map(len, texts))
             rule = f"{'-' * (width - 1)}:"
             columns.append([text.rjust(width) for text in (head, rule, *texts)])
-    notes = ["Notes", "---"]
-    for row in table.to_dict("records"):
-        words = [row["source"]]
-        if row["status"] != Status.COMPLETED:
-            words.append(row["status"])
-        if row["problems"]:
-            words.append("contradicted")
-        note = middle(one_line(", ".join(words)), 40)
-        notes.append(html.escape(note, quote=False).replace("|", "\\|"))
-    columns.append([note.ljust(max(map(len, notes))) for note in notes])
     lines = [f"| {' | '.join(cells)} |\n" for cells in zip(*columns, strict=True)]
     return "".join(lines)
 
