@@ -65,7 +65,10 @@ def _reasons(log: RunLog, gbs: float, seq_length: float) -> Iterator[tuple[str, 
         if isinstance(every, int) and every > 0:
             # a line's iterations include one right after a multiple of `every`
             multiple = np.floor((iteration - 1) / every) * every
-            yield f"after a multiple of {name}", (multiple >= iteration - step) & (multiple >= every)
+            yield (
+                f"after a multiple of {name}",
+                (multiple >= iteration - step) & (multiple >= every),
+            )
 
 
 def interval(iteration: np.ndarray) -> float:
