@@ -136,9 +136,9 @@ def superseded(end: Ending, rows: int) -> bool:
 
 
 def strongest(every: list[Ending], rows: int) -> Ending | None:
-    """The ending that counts: the lowest level, then the first line. Of a run that ended as
-    planned, an error before the last iteration was none, nor is one after the end if no program
-    ended by it.
+    """The ending that counts: the lowest level, then the first line; a crash after Ctrl-C is the
+    Ctrl-C. Of a run that ended as planned, an error before the last iteration was none, nor is one
+    after the end if no program ended by it.
     """
     planned = [end.rows for end in every if end.level == Level.PLANNED]
     last_row = max(planned, default=0)
@@ -152,7 +152,12 @@ def strongest(every: list[Ending], rows: int) -> Ending | None:
                 ends_at = len(left)
     if ends_at and not any(end.ends_program or end.rows > last_row for end in left[ends_at:]):
         left = left[:ends_at]
-    return min(left, key=lambda end: end.level, default=None)
+    strongest = min(left, key=lambda end: end.level, default=None)
+    if strongest and strongest.status is Status.CRASHED:
+        for end in left[: left.index(strongest)]:
+            if end.evidence.startswith("KeyboardInterrupt"):
+                return end
+    return strongest
 
 
 def text(line: bytes) -> str:

@@ -118,11 +118,8 @@ def read_logs(path: Path | str) -> list[RunLog]:
     ending.
     """
     path = Path(path)
-    reader = Reader()
     notes: list[str] = []
-    for line in lines(path, notes):
-        reader.read(line)
-    runs = reader.close()
+    runs = Reader().read(lines(path, notes))
     if not runs:
         raise ValueError(f"log={shown(path)}: {UNREAD}")
     return [_finish(run, path, tuple(notes)) for run in runs]

@@ -34,9 +34,9 @@ class NumericTable:
 
     def change_last(self, more: Row) -> None:
         """Update the last row."""
-        row = {name: column.pop() for name, column in self.columns.items()}
-        self.rows -= 1
-        self.add(row | more)
+        self._widen(more)
+        for name in more.keys() & self.columns.keys():
+            self.columns[name][-1] = more[name]
 
     def fill(self, more: Row) -> None:
         """Add what the row of that iteration lacks, if it is one of the last."""

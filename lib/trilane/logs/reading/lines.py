@@ -23,7 +23,6 @@ def lines(path: Path, notes: list[str]) -> Iterator[bytes]:
     """
     require_file("log", path)
     left = max(UNPACKED, MAX_RATIO * path.stat().st_size)
-    rule = f"unpacks to more than {MAX_RATIO} times its size, as no log does"
     with path.open("rb") as raw:
         is_packed = raw.read(2) == b"\x1f\x8b"
         raw.seek(0)
@@ -36,7 +35,9 @@ def lines(path: Path, notes: list[str]) -> Iterator[bytes]:
             file.seek(0)
             while line := file.readline(MAX_LINE):
                 left -= len(line)
-                require(left >= 0, "log", path, rule)
+                if left < 0:
+                    rule = f"unpacks to more than {MAX_RATIO} times its size, as no log does"
+                    raise ValueError(f"log={path}: {rule}")
                 yield line
         except EOFError:
             notes.append("the gzip file ends early (it was cut, or is still written)")

@@ -6,7 +6,7 @@ the others of its form are read by the places of their numbers, or passed over.
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from trilane.logs import endings
@@ -35,7 +35,7 @@ class Form(NamedTuple):
 
 
 class Reader:
-    """Reads lines in order; `close` returns a PartialRun for each run."""
+    """Reads the lines of a file."""
 
     def __init__(self) -> None:
         self._runs = Runs()
@@ -45,38 +45,39 @@ class Reader:
         self._facts = Facts()
         self._dicts = trainer_dicts.TrainerDicts(self._runs)
 
-    def close(self) -> list[PartialRun]:
-        """The runs of the file that have any content."""
+    def read(self, lines: Iterable[bytes]) -> list[PartialRun]:
+        """The runs that have any content; of the lines, with their ends, only the last may lack
+        one.
+        """
+        for line in lines:
+            key = line.translate(DIGITS)
+            form = self._forms.get(key)
+            if form is None or self._open or self._facts.traceback or self._facts.inside:
+                form = self._line(line)
+                if form and len(line) <= MAX_FORM:
+                    if len(self._forms) > MAX_FORMS:
+                        self._forms.clear()
+                    self._forms[key] = form
+            elif form.dialect:
+                self._runs.take(row_of(form.spans, line), form.dialect, line)
+            elif form.spans:
+                self._runs.run.add_timers(row_of(form.spans, line))
         self._end()
         return [run for run in self._runs.all if run.has_content]
-
-    def read(self, line: bytes) -> None:
-        """Read a line with its end, which only the last one of a file may lack."""
-        if b"\x1b" in line or b"\0" in line:
-            line = ESCAPE.sub(b"", line)
-        key = line.translate(DIGITS)
-        form = self._forms.get(key)
-        if form is None or self._open or self._facts.traceback or self._facts.inside:
-            form = self._line(line)
-            if form and len(line) <= MAX_FORM:
-                if len(self._forms) > MAX_FORMS:
-                    self._forms.clear()
-                self._forms[key] = form
-        elif form.dialect:
-            self._runs.take(row_of(form.spans, line), form.dialect, line)
-        elif form.spans:
-            self._runs.run.add_timers(row_of(form.spans, line))
 
     def _line(self, line: bytes) -> Form | None:
         """Read a line by all rules; its form, None where other digits may make it another line, or
         it is of several parts.
         """
+        text = ESCAPE.sub(b"", line)
         # a progress bar overwrites what is before it
-        *parts, last = line.rstrip(b"\r\n").split(b"\r")
+        *parts, last = text.rstrip(b"\r\n").split(b"\r")
         for part in parts:
             self._part(part, True)
         form = self._part(last, line.endswith(b"\n"))
-        return None if parts else form
+        if parts or (form and form.spans and text != line):
+            return None
+        return form
 
     def _part(self, line: bytes, is_whole: bool) -> Form | None:
         """Read a line, or a part of one that a bar overwrote."""
