@@ -19,7 +19,6 @@ from trilane.costmodel.memory import (
     memory_of,
     memory_per_stage,
     oom_probability,
-    stage_parameters,
 )
 
 A100 = cluster("jz-a100-80g")
@@ -111,25 +110,6 @@ def test_no_shipped_run_that_ran_is_called_out_of_memory_and_most_that_ran_out_a
         ran, out = ran + (not row.ran_out), out + row.ran_out
         found, false = found + (called and row.ran_out), false + (called and not row.ran_out)
     assert (ran > 300, out, found >= 8, false <= 1) == (True, 10, True, True)
-
-
-def test_a_stage_holds_as_many_microbatches_as_stand_before_the_end_of_the_pipeline():
-    """1F1B: min(m, p - i)."""
-    x = columns_of(SHAPE, Topology(pp=4, gbs=3))
-    assert [float(in_flight(x, i)) for i in range(4)] == [3, 3, 2, 1]
-
-
-def test_parameters_of_all_ranks_are_those_of_the_model_and_its_replicas():
-    """Whole model = layers + embedding, counted once where tensor parallelism cuts, tp times where
-    it replicates.
-    """
-    h, tp, pp = SHAPE.hidden_size, 8, 12
-    x = columns_of(SHAPE, Topology(tp=tp, pp=pp, gbs=pp))
-    total = tp * float(sum(stage_parameters(x, i) for i in range(pp)))
-    replicated = (tp - 1) * (SHAPE.num_layers * 6 * h + SHAPE.seq_length * h + 2 * h)
-    assert (
-        total == SHAPE.parameters + replicated + SHAPE.embedding_parameters
-    )  # the tied head's copy
 
 
 GPT = parse_shape("24,2048,16,2048,50304")

@@ -11,6 +11,7 @@ from typing import Any
 from trilane.config.cluster import Cluster
 from trilane.config.model import ModelShape
 from trilane.config.parallelism import Topology
+from trilane.config.training import Dropout
 from trilane.costmodel.constants import BOUNDS, GIVEN, Bound, Constants
 from trilane.utils.tables import Record
 from trilane.utils.validation import (
@@ -63,6 +64,7 @@ class Configuration(Record):
     cluster: Cluster
     day: str = ""
     engine: str = ""
+    dropout: Dropout = field(default_factory=Dropout)
 
 
 @dataclass(frozen=True, kw_only=True)

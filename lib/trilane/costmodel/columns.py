@@ -216,8 +216,6 @@ def stack(rows: Sequence[Columns]) -> Columns:
 def linear_flops_per_s(columns: Columns, cluster: Cluster) -> Number:
     """Peak rate of a linear layer's matmuls: that of 8 bits where they have 8."""
     wide = matmul_flops_per_s(columns, cluster)
-    if cluster.gpu.kind == "cpu":
-        return wide
     # 0.88: the share of the peak that an 8-bit matmul reaches, relative to bf16's; the best on an
     # H100 SXM are 1402.6 of 1979 and 794.5 of 989 TFLOP/s (S. Bekman, 'Machine Learning
     # Engineering', maximum achievable matmul FLOPS)

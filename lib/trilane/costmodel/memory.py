@@ -91,8 +91,7 @@ def memory_of(stack: str) -> MemoryConstants:
     FSDP's spread.
     """
     unknown = {"memory": {"optimizer": 12.0, "accumulated": 2.0, "checkpoint": 1.0, "spread": 0.15}}
-    held = dict(shipped_json("stacks")["stacks"].get(stack, unknown).get("memory", {}))
-    held.pop("source", None)
+    held = shipped_json("stacks")["stacks"].get(stack, unknown).get("memory", {})
     return from_mapping(MemoryConstants, held, "memory")
 
 
@@ -137,11 +136,10 @@ def memory_for(
     rows' programs.
     """
     is_named = calibration.name in shipped_json("stacks")["stacks"]
-    if engine in ("", "deepspeed-3d") or is_named:
-        # deepspeed-3d is the program of the documents, which their constants were fitted to
-        constants = DEFAULT
-        if is_named or not engine:
-            constants = memory_of(calibration.name if is_named else calibration.stack)
+    if is_named or not engine:
+        constants = memory_of(calibration.name if is_named else calibration.stack)
+    elif engine == "deepspeed-3d":
+        constants = DEFAULT  # fitted to this program, that of the documents
     else:
         # twice the documents' spread, as nobody measured memory on a card
         constants = engine_memory(engine, cluster, dropout)
@@ -149,7 +147,7 @@ def memory_for(
         if engine != "megatron":
             # DeepSpeed's step has temporaries, which the documents' constants count
             states = {"optimizer": DEFAULT.optimizer, "accumulated": DEFAULT.accumulated}
-            return dataclasses.replace(constants, **states)
+            constants = dataclasses.replace(constants, **states)
     if engine == "megatron":
         return dataclasses.replace(constants, optimizer=12.0, accumulated=2.0)
     if engine == "hf-zero3":

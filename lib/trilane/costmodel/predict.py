@@ -27,7 +27,6 @@ from trilane.costmodel.measured_rows import (
     usable,
 )
 from trilane.costmodel.memory import (
-    NO_DROPOUT,
     MemoryConstants,
     StageMemory,
     host_bytes,
@@ -37,8 +36,7 @@ from trilane.costmodel.memory import (
 )
 from trilane.costmodel.shipped import NEWEST, constants_of
 from trilane.utils.numbers import with_bounds
-from trilane.utils.tables import DataFrame, Record
-from trilane.utils.validation import to_mapping
+from trilane.utils.tables import DataFrame, Record, as_json
 from trilane.workspace.study import load_cluster
 
 SAFE = 0.01  # probability of running out of memory up to which a plan may be recommended
@@ -85,34 +83,30 @@ FAR = 1.0  # from here on no measured run supports a prediction
 
 @dataclass(frozen=True, kw_only=True)
 class Support:
-    """Which measured runs a prediction rests on: the nearest with their distances, and what sets
-    the first one apart.
+    """Which measured run a prediction rests on: the nearest `row`, its distance, and what sets it
+    apart.
 
     A distance is the root of the squares of what differs: a size by its SPANS factor counts 1, a
-    kind by KINDS. `stack` is the software of the nearest one. `mfu` is the share of the card's peak
+    kind by KINDS. `stack` is its software. `mfu` is the share of the card's peak
     that the prediction reaches, and `record` the largest that any measured run of such cards has.
     """
 
-    nearest: tuple[tuple[str, float], ...]
+    DERIVED = ("words",)
+    row: str
+    distance: float
     differs: tuple[str, ...]
     stack: str
     mfu: float
     record: float
 
     @property
-    def distance(self) -> float:
-        """To the nearest measured run."""
-        return self.nearest[0][1]
-
-    @property
     def words(self) -> str:
         """One sentence for commands, notebooks and reports."""
-        row, distance = self.nearest[0]
-        run = f"{row} ({self.stack})" if self.stack else row
-        text = f"rests on measured runs such as {run}, at a distance of {distance:.1f}"
-        if distance > FAR:
+        run = f"{self.row} ({self.stack})" if self.stack else self.row
+        text = f"rests on measured runs such as {run}, at a distance of {self.distance:.1f}"
+        if self.distance > FAR:
             text = f"no measured run like this; the nearest is {run}, at a distance of "
-            text += f"{distance:.1f}: another {', '.join(self.differs)}"
+            text += f"{self.distance:.1f}: another {', '.join(self.differs)}"
         if self.mfu > self.record:
             text += f"; {self.mfu:.0%} of the card's peak, where no measured run has more than "
             text += f"{self.record:.0%}"
@@ -129,9 +123,8 @@ class Support:
 
 
 def support(case: Configuration, calibration: Calibration, seconds: float) -> Support:
-    """The three shipped rows nearest to a case, of which those of other software than the
-    constants' are further; or the nearest of one's own runs, by its sizes alone, where the
-    constants are of these.
+    """The shipped row nearest to a case, of which those of other software than the constants' are
+    further; or the nearest of one's own runs, by its sizes alone, where the constants are of these.
     """
     own_sizes = sizes_of(case)
     if calibration.own:
@@ -140,7 +133,6 @@ def support(case: Configuration, calibration: Calibration, seconds: float) -> Su
         names = [*SPANS]
         labels = ["one of your own"] * len(sizes)
         stack = [""] * len(sizes)
-        count = 1
     else:
         rows = every_row()
         sizes, kinds = _shipped_features()
@@ -150,16 +142,15 @@ def support(case: Configuration, calibration: Calibration, seconds: float) -> Su
         names = [*KINDS, "software", *SPANS]
         labels = [row.row_id for row in rows]
         stack = [row.stack for row in rows]
-        count = 3
     spans = np.log(list(SPANS.values()))
     apart = np.abs(np.log(sizes) / spans - np.log(own_sizes) / spans)
     parts = np.column_stack([other, apart])
     distances = np.sqrt((apart**2).sum(1) + (other**2).sum(1))
-    order = np.argsort(distances, kind="stable")[:count]
-    first = order[0]
+    first = int(np.argmin(distances))
     by_size = sorted(zip(parts[first], names, strict=True), key=lambda pair: -pair[0])
     return Support(
-        nearest=tuple((labels[i], float(distances[i])) for i in order),
+        row=labels[first],
+        distance=float(distances[first]),
         differs=tuple(NAMES.get(name, name) for part, name in by_size if part >= DIFFERS),
         stack=stack[first],
         mfu=_mfu(case, seconds),
@@ -305,9 +296,8 @@ class Prediction(Record):
 
     def to_json(self) -> dict[str, Any]:
         """The prediction with what it rests on in words, without the constants."""
-        values = to_mapping(self)
+        values = as_json(self)
         del values["calibration"]
-        values["support"]["words"] = self.support.words
         return values
 
     def beside(self) -> dict[str, Any]:
@@ -351,9 +341,9 @@ def predict(
             topology=plan.topology,
             cluster=machine or plan.cluster,
             engine=plan.engine,
+            dropout=plan.dropout,
         )
-        dropout = plan.dropout if isinstance(plan, Plan) else NO_DROPOUT
-        return predict_case(case, known, memory_for(known, case.engine, case.cluster, dropout))
+        return predict_case(case, known)
     for line in ignored_columns(plan):
         warnings.warn(f"predict: ignored {line}", stacklevel=2)
     rows = [_row_numbers(row, calibration) for row in each_row(plan, machine)]
@@ -386,7 +376,7 @@ def predict_case(
     of ln(seconds), by default half_width().
     """
     known = known.on(case.day, case.topology.gpus)
-    memory = memory or memory_for(known, case.engine, case.cluster)
+    memory = memory or memory_for(known, case.engine, case.cluster, case.dropout)
     columns = columns_of(case.shape, case.topology, case.engine)
     time = iteration_time(columns, case.cluster, known)
     stages = memory_per_stage(columns, case.cluster, memory)

@@ -95,11 +95,6 @@ class Trace(Record):
     traced_microbatches: int
     stages: tuple[TracedStage, ...]
 
-    @property
-    def peak(self) -> TracedStage:
-        """The fullest stage."""
-        return max(self.stages, key=lambda stage: stage.peak_bytes)
-
 
 def trace_file(plan: Plan, plan_path: Path | str) -> Path:
     """Where the trace of a plan lies: beside its file and named after its id, as a file may hold
