@@ -229,8 +229,8 @@ CANNOT_BE_WRITTEN = [  # topology, what else differs, the message
     ),
     (
         {},
-        {"layer": Layer(name="mine.layers:Own")},
-        "layer=mine.layers:Own: Megatron-LM trains its own",
+        {"layer": Layer(name="mine.py:Own", source="")},
+        "layer=mine.py:Own (e3b0c442): Megatron-LM trains its own",
     ),
 ]
 

@@ -13,21 +13,14 @@ MOST_BYTES = 1 << 20
 
 @dataclass(frozen=True, kw_only=True)
 class Layer:
-    """The class of a layer: `FILE.py:CLASS` with the file's text, or `package.module:CLASS`, which
-    each node imports.
-
-    name      as above
-    source    the text of the file; "" for a module, which is installed wherever the plan is trained
-    """
+    """The class of a layer: `FILE.py:CLASS`, and the file's text, which each node runs."""
 
     name: str
-    source: str = field(default="", repr=False)
+    source: str = field(repr=False)
 
     def __post_init__(self) -> None:
-        ok = re.fullmatch(r"[\w.-]+:\w+", self.name) is not None
-        ok = ok and (".py:" in self.name) == bool(self.source)
-        rule = "must be FILE.py:CLASS with the text of the file, or package.module:CLASS"
-        require(ok, "layer", self.name, rule)
+        ok = re.fullmatch(r"[\w.-]+\.py:\w+", self.name) is not None
+        require(ok, "layer", self.name, "must be FILE.py:CLASS with the text of the file")
 
     @property
     def kind(self) -> str:
@@ -35,19 +28,12 @@ class Layer:
         return self.name.rpartition(":")[2]
 
     def __str__(self) -> str:
-        """The name, and for a file what tells two versions of it apart."""
-        digest = hashlib.sha256(self.source.encode()).hexdigest()[:8]
-        if self.source:
-            return f"{self.name} ({digest})"
-        return self.name
+        """The name, and what tells two versions of the file apart."""
+        return f"{self.name} ({hashlib.sha256(self.source.encode()).hexdigest()[:8]})"
 
 
 def read_layer(name: str, folder: Path) -> Layer:
-    """The layer `FILE.py:CLASS`, its file read from `folder` where its path is relative, or
-    `package.module:CLASS`.
-    """
+    """The layer `FILE.py:CLASS`, its file read from `folder` where its path is relative."""
     file, _, kind = name.rpartition(":")
-    if not file.endswith(".py"):
-        return Layer(name=name)
     source = read_text(folder / file, "layer", MOST_BYTES)
     return Layer(name=f"{Path(file).name}:{kind}", source=source)

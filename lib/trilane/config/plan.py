@@ -52,9 +52,7 @@ class Plan(Record):
     cluster: Cluster = option(help="the machine, with all its numbers")
     topology: Topology = option(help="how the model is spread over GPUs")
     engine: str = option(ENGINES[0], "what trains it", choices=ENGINES)
-    layer: Layer | None = option(
-        None, 'a layer of your own: "FILE.py:CLASS" in this folder, or "package.module:CLASS"'
-    )
+    layer: Layer | None = option(None, 'a layer of your own: "FILE.py:CLASS" in this folder')
     data: Data = option(Data, "the text")
     optimizer: Optimizer = option(Optimizer, "AdamW and its schedule")
     dropout: Dropout = option(Dropout, "shares of values that are set to 0")

@@ -82,9 +82,8 @@ def train(
 
         train(plan, layer="my_layer.py:MyLayer", train_iters=20).status
 
-    `layer` names a class of your own for each of its layers, FILE.py:CLASS or package.module:CLASS
-    (docs/engine.md). `run` sets fields of the plan's run. ValueError as
-    train_local() and for what cannot be trained.
+    `layer` names a class of your own for each of its layers, FILE.py:CLASS (docs/engine.md). `run`
+    sets fields of the plan's run. ValueError as train_local() and for what cannot be trained.
     """
     plan = read_plan(plan)
     for name in run:

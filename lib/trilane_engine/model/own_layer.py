@@ -11,7 +11,6 @@ part.
 import contextlib
 import copy
 import hashlib
-import importlib
 import re
 import sys
 import traceback
@@ -53,11 +52,8 @@ def load(layer: Layer) -> type[nn.Module]:
     """The class that a plan names; ValueError of one line where there is none."""
     where, _, name = layer.name.rpartition(":")
     with refused(layer, "cannot be imported"):
-        if layer.source:
-            module = sys.modules["trilane_layer"] = types.ModuleType("trilane_layer")
-            exec(compile(layer.source, where, "exec"), vars(module))
-        else:
-            module = importlib.import_module(where)
+        module = sys.modules["trilane_layer"] = types.ModuleType("trilane_layer")
+        exec(compile(layer.source, where, "exec"), vars(module))
     kind = getattr(module, name, None)
     if not (isinstance(kind, type) and issubclass(kind, nn.Module)):
         raise ValueError(f"layer={layer.name}: {name} is no class of torch.nn.Module there")
