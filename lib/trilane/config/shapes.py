@@ -58,13 +58,11 @@ def shape_of_config(values: Mapping[str, Any], seq_length: int = 0) -> ModelShap
     """
     tables = shipped_json("huggingface")
     kind = str(values["model_type"])
-    for key, rule in tables["refused"].items():  # whatever the type
-        require(values.get(key) in (None, 0, 1), key, values.get(key), rule)
-    require_known("model_type", kind, tables["configs"])
-    usual = {**tables["usual"], **tables["configs"][kind]}
-    for key, default, needed, rule in usual["needs"]:
+    usual = {**tables["usual"], **tables["configs"].get(kind, {})}
+    for key, default, wanted, rule in [*tables["needs"], *usual["needs"]]:
         value = values.get(key, default)
-        require(value == needed, key, value, rule)
+        require(value in wanted, key, value, rule)
+    require_known("model_type", kind, tables["configs"])
     # transformers 5 keeps what rotary positions need in an object of their own
     rotary = values.get("rope_parameters") or {}
     require(isinstance(rotary, Mapping), "rope_parameters", rotary, "must be a JSON object")
