@@ -8,7 +8,6 @@ import argparse
 import functools
 import importlib
 import random
-import re
 import shlex
 import sys
 from argparse import Namespace
@@ -26,7 +25,6 @@ from trilane.config.training import Data, Dropout, Optimizer, Part, Run
 from trilane.interop.megatron_args import (
     known_arguments,
     megatron_args,
-    megatron_environment,
     megatron_text,
 )
 from trilane.interop.megatron_parse import Given, parse_plan
@@ -127,8 +125,7 @@ def plans() -> list[Plan]:
 
 
 def text_of(plan: Plan) -> str:
-    exports = "".join(f"export {k}={v}\n" for k, v in megatron_environment(plan).items())
-    return exports + megatron_text(megatron_args(plan))
+    return megatron_text(megatron_args(plan))
 
 
 class Program:
@@ -150,12 +147,9 @@ class Program:
 
     def take(self, text: str, gpus: int, card: tuple[int, ...] = (8, 0)) -> Namespace:
         """Its arguments, checked and completed, as it understands the text for bash."""
-        exports = r"^export (\w+)=(.*)\n"
-        words = shlex.split(re.sub(exports, "", text, flags=re.M).replace("\\\n", " "))
+        words = shlex.split(text.replace("\\\n", " "))
         with pytest.MonkeyPatch.context() as patch:
-            patch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
-            for name, value in re.findall(exports, text, re.M):
-                patch.setenv(name, value)
+            patch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
             patch.setenv("WORLD_SIZE", str(gpus))
             patch.setattr(sys, "argv", ["pretrain_gpt.py", *words, "--no-rope-fusion"])
             patch.setattr(self.arguments, "get_device_arch_version", lambda: card[0])

@@ -9,7 +9,7 @@ from trilane.cli.app import GROUPS, Answer, Group, command, note
 from trilane.config.options import option
 from trilane.config.plan import read_plan
 from trilane.interop.deepspeed_config import deepspeed_config
-from trilane.interop.megatron_args import megatron_args, megatron_environment, megatron_text
+from trilane.interop.megatron_args import megatron_args, megatron_text
 from trilane.interop.megatron_parse import parse_plan
 from trilane.interop.shell_args import MOST_BYTES, read_arguments
 from trilane.launch.local import prepare_data
@@ -50,11 +50,11 @@ def megatron(
     """
     if plan and not read:
         given = read_plan(plan)
-        environment = megatron_environment(given)
         arguments = megatron_args(given, prepare_data(plan) if prepare else ())
-        values = {"environment": environment, "arguments": arguments}
-        note(f"needs export {name}={value}" for name, value in environment.items())
-        return Answer(values, megatron_text(arguments))
+        if given.topology.tp > 1 or given.topology.cp > 1:
+            # its validate_args() of core 0.16.1 to 0.19.2, before Blackwell
+            note(["it needs export CUDA_DEVICE_MAX_CONNECTIONS=1"])
+        return Answer({"arguments": arguments}, megatron_text(arguments))
     if not read or plan:
         require(False, "plan", plan or "missing", "give either a plan, or --read FILE")
     assert read

@@ -57,18 +57,6 @@ def megatron_args(plan: Plan, prefixes: Sequence[str] = ()) -> Arguments:
     return given
 
 
-def megatron_environment(plan: Plan) -> dict[str, str]:
-    """What Megatron-LM must find: one variable, with TP or CP (on
-    Blackwell it may).
-
-    validate_args() of core 0.16.1 to 0.19.2 (not with FSDP or overlapped experts: no plan has
-    them).
-    """
-    if plan.topology.tp > 1 or plan.topology.cp > 1:
-        return {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
-    return {}
-
-
 def megatron_text(arguments: Arguments) -> str:
     """The arguments for bash, one per line."""
     lines = [shlex.join([f"--{name}", *values]) for name, values in arguments.items()]

@@ -83,9 +83,9 @@ def checkpoint_folder(source: Path) -> Path | None:
     if not (source / LATEST).is_file():
         return None
     word = (source / LATEST).read_text(errors="replace").strip()
-    is_name = bool(re.fullmatch(r"\d{1,12}|release", word))
-    require(is_name, LATEST, word, "must be an iteration, or release")
-    return source / (word if word == "release" else f"iter_{int(word):07d}")
+    is_name = bool(re.fullmatch(r"\d{1,12}", word))
+    require(is_name, LATEST, word, "must be an iteration")
+    return source / f"iter_{int(word):07d}"
 
 
 def read_index(folder: Path) -> Index:
