@@ -2,7 +2,6 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from itertools import pairwise
 
 from trilane.config.options import Rules, check, option
 from trilane.config.parallelism import Topology
@@ -58,24 +57,6 @@ class Ramp:
         yield self.start > 0 or not self.samples, "start", "must be above 0"
         yield self.increment > 0 or not self.samples, "increment", "must be above 0"
 
-    def _starts(self, gbs: int) -> list[tuple[int, int, int]]:
-        """Where each batch size begins, the constant one last: iterations done, samples consumed,
-        the size. A step that one iteration skips altogether begins where the next does. ValueError
-        where the steps do not end at `gbs`.
-        """
-        done = 0
-        consumed = 0
-        starts = []
-        sizes = self._sizes(gbs)
-        for step, batch in enumerate(sizes, 1):
-            starts.append((done, consumed, batch))
-            # the first sample of the next step, rounded up
-            next_step = -(-step * self.samples // len(sizes))
-            iterations = max(0, -(-(next_step - consumed) // batch))
-            done += iterations
-            consumed += batch * iterations
-        return [*starts, (done, consumed, gbs)]
-
     def _sizes(self, gbs: int) -> range:
         """The batch sizes on the way to `gbs`."""
         if not self.samples:
@@ -85,26 +66,40 @@ class Ramp:
         require(ends, "ramp.increment", self.increment, rule)
         return range(self.start, gbs, self.increment)
 
+    def between(self, gbs: int, first: int, last: int) -> list[Phase]:
+        """The phases of the iterations after the first `first`, up to number `last`, cut there.
+        ValueError where the steps do not end at `gbs`. A step may be skipped altogether.
+        """
+        phases = []
+        done = 0
+        consumed = 0
+        sizes = self._sizes(gbs)
+        for step, batch in enumerate([*sizes, gbs], 1):
+            iterations = last
+            if batch < gbs:
+                # the first sample of the next step, rounded up
+                next_step = -(-step * self.samples // len(sizes))
+                iterations = max(0, -(-(next_step - consumed) // batch))
+            begin = max(first, done)
+            end = min(last, done + iterations)
+            if begin < end:
+                sample = consumed + (begin - done) * batch
+                phases.append(Phase(gbs=batch, iterations=end - begin, first=sample))
+            done += iterations
+            consumed += iterations * batch
+        return phases
+
     def iterations(self, samples: int, gbs: int) -> int:
         """Iterations until at least `samples` are consumed."""
-        done, consumed, batch = [start for start in self._starts(gbs) if start[1] <= samples][-1]
-        return done - (consumed - samples) // batch
+        done = 0
+        for phase in self.between(gbs, 0, samples):
+            if phase.first < samples:
+                done += min(phase.iterations, -(-(samples - phase.first) // phase.gbs))
+        return done
 
     def consumed(self, iterations: int, gbs: int) -> int:
         """Samples after so many iterations."""
         return sum(phase.gbs * phase.iterations for phase in self.between(gbs, 0, iterations))
-
-    def between(self, gbs: int, first: int, last: int) -> list[Phase]:
-        """The phases of the iterations after the first `first`, up to number `last`, cut there."""
-        phases = []
-        starts = self._starts(gbs)
-        for (done, consumed, batch), (next_done, *_) in pairwise([*starts, (last, 0, 0)]):
-            begin = max(first, done)
-            iterations = min(last, next_done) - begin
-            if iterations > 0:
-                sample = consumed + (begin - done) * batch
-                phases.append(Phase(gbs=batch, iterations=iterations, first=sample))
-        return phases
 
     def require_whole(self, t: Topology, phases: Iterable[Phase]) -> None:
         """ValueError unless each replica gets whole microbatches (with interleaving rounds of pp of

@@ -152,11 +152,8 @@ class Plan(Record):
 
     def to_json(self) -> dict[str, Any]:
         """The plan as the JSON object of plan.json."""
-        values = to_mapping(self)
-        for name in ("calibration", "layer"):
-            if not values[name]:
-                del values[name]
-        return values
+        values = to_mapping(self).items()
+        return {name: value for name, value in values if value is not None}
 
 
 def plan_from_json(values: dict[str, Any]) -> Plan:

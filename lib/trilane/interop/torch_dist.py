@@ -33,10 +33,13 @@ WORD = "embedding.word_embeddings.weight"
 FORMAT = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
 # What a module keeps beside its parameters, of fp8 alone: megatron-core asks for it, and takes None
 # for nothing.
-MODULES = [
-    *("self_attention.linear_qkv", "self_attention.linear_proj", "self_attention.core_attention"),
-    *("mlp.linear_fc1", "mlp.linear_fc2"),
-]
+MODULES = (
+    "self_attention.linear_qkv",
+    "self_attention.linear_proj",
+    "self_attention.core_attention",
+    "mlp.linear_fc1",
+    "mlp.linear_fc2",
+)
 MOST_BYTES = 1 << 28  # of .metadata: a chunk has some 150
 Sizes = Mapping[str, tuple[int, ...]]
 Box = tuple[tuple[int, int], ...]
