@@ -42,7 +42,7 @@ def test_the_same_code_is_kept_once_and_is_no_log_of_its_run(package: Path, home
     assert copies.freeze(home) != first
     assert (first / "trilane/__init__.py").read_text() == "__init__.py"
     (home / "slurm-7.out").write_text("a log\n")
-    assert collect.files(str(home)) == [home / "slurm-7.out"]
+    assert collect.below(home) == [home / "slurm-7.out"]
 
 
 @pytest.mark.parametrize("how", ["changed", "all"])

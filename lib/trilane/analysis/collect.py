@@ -1,23 +1,36 @@
-"""Runs of paths, measured; MeasuredRuns: those of a study or of any files of logs, with tables and
-sentences.
+"""Runs of paths, measured; MeasuredRuns: those of a study or of any files of logs; runs as rows and
+lines, of `trilane logs table` and `logs parse`.
 """
 
+import html
+import math
+import os
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from glob import glob
 from pathlib import Path
+from typing import Any
 
 from trilane.analysis.loss_curve import Curve, join, trainings
 from trilane.analysis.measure import Measurement, measure, measure_log
 from trilane.analysis.spikes import training_record, training_text
-from trilane.analysis.tables import frame
 from trilane.config.cluster import Cluster, Gpu
-from trilane.config.plan import read_plan
 from trilane.logs.dialects import use
 from trilane.logs.written_tables import read_runs
+from trilane.utils.numbers import size_text
 from trilane.utils.progress import progress
-from trilane.utils.tables import DataFrame, Html, Table, Text, displayed, short, show
+from trilane.utils.tables import (
+    DataFrame,
+    Html,
+    Table,
+    Text,
+    displayed,
+    middle,
+    one_line,
+    short,
+    show,
+)
 from trilane.utils.validation import require
 from trilane.workspace.study import Study, load_cluster
 
@@ -27,6 +40,25 @@ NO_LOGS = {".json", ".py", ".md", ".ipynb", ".html", ".png", ".csv", ".pt", ".bi
 NO_LOGS |= {".sbatch", ".sh"}
 ENDINGS = "source dialect status iterations first_iteration last_iteration skipped nan_iterations"
 ENDINGS += " hosts exclude cause problems left_out"
+# The columns of BigScience's tables, and how a run ended
+HEADS = {
+    "GPUs": "gpus",
+    "Size": "parameters",
+    "DP": "dp",
+    "TP": "tp",
+    "PP": "pp",
+    "MBS": "mbs",
+    "GBS": "gbs",
+    "Mem": "memory_gib",
+    "Sec/it": "sec_per_it",
+    "TFLOPs": "tflops",
+    "Loss": "loss",
+    "Status": "status",
+    "Problems": "problems",
+    "Notes": "source",
+}
+# what `logs parse` prints of a run
+PARSED = "iterations first_iteration last_iteration sec_per_it tflops memory_gib loss hosts exclude"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -179,7 +211,64 @@ def below(path: Path) -> list[Path]:
 
 
 def _is_run(folder: Path) -> bool:
-    try:
-        return (folder / "run.log").is_file() and bool(read_plan(folder / "plan.json"))
-    except ValueError:
-        return False  # the log alone can still be read
+    return (folder / "run.log").is_file() and (folder / "plan.json").is_file()
+
+
+def frame(runs: Sequence[Measurement], root: Path | None = None) -> DataFrame:
+    """A row a run, see Measurement.row(); `source` is a run's folder, else its log, below `root`
+    where given.
+    """
+    import pandas as pd
+
+    rows = []
+    for run in runs:
+        place = run.log.source.parent if run.plan else run.log.source
+        source = os.path.relpath(place, root or place.parent)
+        rows.append({"run": run.name, "source": source, **run.row()})
+    return pd.DataFrame(rows)
+
+
+def cell(key: str, value: Any) -> str:
+    """The text of a value in a column, "" where it is unknown."""
+    if isinstance(value, str):
+        return one_line(value)
+    if value is None or math.isnan(value):
+        return ""
+    if key == "parameters":
+        return size_text(value)
+    if key == "memory_gib":
+        return f"{value:.1f}GiB"
+    if float(value).is_integer():
+        return f"{value:.15g}"
+    return f"{value:.4g}"
+
+
+def markdown(table: DataFrame) -> str:
+    """The table in Markdown, its columns aligned: those of BigScience's tables that hold anything;
+    the middle of long texts is left out.
+    """
+    columns = []
+    for head, key in HEADS.items():
+        texts = [middle(cell(key, value)) for value in table[key]]
+        texts = [html.escape(text, quote=False).replace("|", "\\|") for text in texts]
+        if any(texts):
+            width = max(3, len(head), *map(len, texts))
+            rule = f"{'-' * (width - 1)}:"
+            columns.append([text.rjust(width) for text in (head, rule, *texts)])
+    lines = [f"| {' | '.join(cells)} |\n" for cells in zip(*columns, strict=True)]
+    return "".join(lines)
+
+
+def parse_text(runs: Sequence[Measurement]) -> str:
+    """Each run in a few lines: how it ended, its numbers, the evidence, problems."""
+    lines = []
+    for run in runs:
+        log = run.log
+        row = run.row()
+        lines.append(f"{log.source}: {log.status} ({log.dialect})")
+        cells = {name: cell(name, row[name]) for name in PARSED.split()}
+        facts = [f"{name} {text}" for name, text in cells.items() if text]
+        details = [", ".join(facts), log.evidence, *log.collectives, *log.notes]
+        details += [f"problem: {problem}" for problem in log.problems]
+        lines += [f"  {detail}" for detail in details if detail]
+    return "\n".join(lines)

@@ -19,7 +19,6 @@ from trilane.utils.validation import require
 SINGLE_DEVIATION = 0.049  # of ln(seconds)
 SINGLE_FREEDOM = 7
 CONFIDENCE = 0.95  # of the interval
-LEAST_DEVIATION = 1e-6  # of runs that are equal to their last digit
 SINGLE_SOURCE = "of repeats of one configuration on one day, 7 pairs on Jean Zay"
 
 
@@ -114,4 +113,4 @@ def _spread(x: np.ndarray, y: np.ndarray) -> tuple[float, int, str]:
     if not freedom:
         return SINGLE_DEVIATION, SINGLE_FREEDOM, SINGLE_SOURCE
     squares = float(((x - x.mean()) ** 2).sum() + ((y - y.mean()) ** 2).sum())
-    return max(math.sqrt(squares / freedom), LEAST_DEVIATION), freedom, "of these runs"
+    return math.sqrt(squares / freedom), freedom, "of these runs"

@@ -119,6 +119,8 @@ def _of_log(log: RunLog, gpu: Gpu | None) -> RunConfig:
         note = f"no TFLOPs by shape: {other} is no dense decoder's"
     else:
         shape = _shape(log)
+    # the argument where the log reaches or names it, else the largest printed
+    printed = np.nan_to_num(log.column("global_batch_size")).max(initial=0)
     config = RunConfig(
         shape=shape,
         note=note,
@@ -127,7 +129,7 @@ def _of_log(log: RunLog, gpu: Gpu | None) -> RunConfig:
         pp=pp,
         dp=whole(log, "data_parallel_size", "dp") or max(1, gpus // (tp * cp * pp)),
         mbs=whole(log, *NAMES["mbs"]),
-        gbs=_batch(log, gpus // (tp * pp)),
+        gbs=float(max(whole(log, *NAMES["gbs"]), printed)),
         seq_length=whole(log, "seq_length", "encoder_seq_length"),
         recompute=_recompute(log),
         interleaving=interleaving,
@@ -191,10 +193,9 @@ def _shape(log: RunLog) -> ModelShape | None:
     biases = "all"
     if given.get("add_bias_linear") is False or _is_on(log, "disable_bias_linear"):
         biases = "qkv" if _is_on(log, "add_qkv_bias") else "none"
+    groups = whole(log, "num_key_value_heads", "num_kv_heads")
     if _is_on(log, "group_query_attention"):
         groups = whole(log, "num_query_groups")
-    else:
-        groups = 0
     norm = str(given.get("normalization") or given.get("norm"))
     try:
         return ModelShape(
@@ -227,17 +228,6 @@ def _not_dense(log: RunLog) -> str:
     if width and width != whole(log, "hidden_size"):
         names.append("kv_channels")
     return ", ".join(f"{name}={given[name]}" for name in names)
-
-
-def _batch(log: RunLog, replicas: int) -> float:
-    """The full global batch: the argument where the log reaches or names it, else the largest
-    printed.
-    """
-    printed = np.nan_to_num(log.column("global_batch_size")).max(initial=0)
-    batch = max(whole(log, *NAMES["gbs"]), printed)
-    if not batch and replicas:  # versions of 2020 print only the batch of a replica
-        batch = whole(log, "batch_size") * replicas
-    return float(batch)
 
 
 def whole(log: RunLog, *names: str) -> int:

@@ -4,15 +4,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from trilane.analysis import compare as comparison
-from trilane.analysis import tables
-from trilane.analysis.collect import measure_all
+from trilane.analysis.collect import frame, markdown, measure_all, parse_text
 from trilane.analysis.loss_curve import trainings
 from trilane.analysis.measure import Measurement
 from trilane.analysis.spikes import training_record, training_text
 from trilane.cli.app import GROUPS, Answer, Group, command, note
 from trilane.config.options import option
 from trilane.logs.dialects import use
-from trilane.utils.files import natural
 from trilane.utils.tables import as_json, csv_text
 from trilane.utils.validation import require, require_folder
 
@@ -34,7 +32,6 @@ def exit_code(unread: Sequence[str], runs: Sequence[Measurement]) -> int:
 @command(logs)
 def parse(
     logs: tuple[Path, ...] = LOGS,
-    csv: Path | None = option(None, "write all iterations of all runs to FILE", metavar="FILE"),
     dialect: tuple[Path, ...] = DIALECT,
 ) -> Answer:
     """Print speed, memory, loss and the ending of each run in the logs, plain or gzip.
@@ -42,13 +39,9 @@ def parse(
     Where logs cannot be read: exit code 2 if none of them, 1 if some.
     """
     use(dialect)
-    if csv:
-        require(not csv.exists(), "csv", csv, "exists; name another file")
     runs, unread = measure_all(logs)
     code = exit_code(unread, runs)
-    if csv:
-        tables.write_iterations(runs, csv)
-    return Answer({"runs": [run.to_json() for run in runs]}, tables.parse_text(runs), code)
+    return Answer({"runs": [run.to_json() for run in runs]}, parse_text(runs), code)
 
 
 @command(logs)
@@ -67,9 +60,9 @@ def table(
         note([f"left_out={len(bad)}: files that --json names, the first: {bad[0]}"])
     rule = "holds no run: neither plan.json with run.log, nor a training log"
     require(bool(runs), "folder", folder, rule)
-    rows = tables.frame(sorted(runs, key=lambda run: natural(str(run.log.source))), folder)
+    rows = frame(runs, folder)
     values = {"folder": str(folder), "rows": rows.to_dict("records"), "left_out": bad}
-    return Answer(as_json(values), csv_text(rows) if csv else tables.markdown(rows))
+    return Answer(as_json(values), csv_text(rows) if csv else markdown(rows))
 
 
 @command(logs)

@@ -141,7 +141,7 @@ def plan(
         options = ["--json"] if click.get_current_context().params["as_json"] else []
         replace_by(python("-m", "trilane_engine.trace", str(plan), *options))
     from trilane.analysis.benchmark import benchmark
-    from trilane.analysis.tables import parse_text
+    from trilane.analysis.collect import parse_text
 
     found = benchmark(plan, iterations)
     return Answer(found.to_json(), parse_text([found]), int(not found.status.is_clean))
