@@ -126,7 +126,7 @@ def machine(
 @command(measure)
 def plan(
     plan: Path,
-    iterations: int = option(0, "train so many at the full batch (0: as planned)", minimum=0),
+    iterations: int = option(0, "train so many at the full batch (0: as planned)"),
     trace: bool = option(
         False, "run its real engine without a GPU, at any size: memory, collectives, FLOPs, kernels"
     ),

@@ -60,9 +60,7 @@ def script(
 def submit(
     job: Job,
     runs: tuple[str, ...] = RUNS,
-    parallel: int = option(
-        0, "jobs that may run at the same time; 0: all, of a chain 1", minimum=0
-    ),
+    parallel: int = option(0, "jobs that may run at the same time; 0: all, of a chain 1"),
     times: int = option(
         1, "jobs for each run, one after another, where one time limit is not enough", minimum=1
     ),

@@ -45,9 +45,9 @@ class Ramp:
     samples mean step floor(c n / samples).
     """
 
-    start: int = option(0, "sequences of the first iteration", minimum=0)
-    increment: int = option(0, "sequences that each step adds", minimum=0)
-    samples: int = option(0, "samples of the ramp-up; 0: constant batch size", minimum=0)
+    start: int = option(0, "sequences of the first iteration")
+    increment: int = option(0, "sequences that each step adds")
+    samples: int = option(0, "samples of the ramp-up; 0: constant batch size")
 
     def __post_init__(self) -> None:
         check(self, "ramp.")

@@ -33,7 +33,7 @@ def _rate(help: str, default: Any = dataclasses.MISSING, **facts: Any) -> Any:
 
 def _peak(precision: str, default: Any = dataclasses.MISSING) -> Any:
     help = f"peak rate of dense matmuls in {precision} with fp32 accumulation; 0: the card has none"
-    return option(default, help, minimum=0, maximum=1e20)
+    return option(default, help, maximum=1e20)
 
 
 def _count(help: str, **facts: Any) -> Any:
@@ -60,7 +60,6 @@ class Gpu:
     bf16_flops_per_s: float = _peak("bf16")
     context_bytes: float = option(
         help="what the driver and the loaded kernels take before the first tensor",
-        minimum=0,
         maximum=1e16,
     )
     compute_capability: tuple[int, ...] = option((0, 0), "of a CUDA card; from 8.0 on it has bf16")
@@ -90,10 +89,10 @@ class Cluster(Record):
     node_bytes_per_s: float = _rate("the bus between two GPUs of a node, per GPU and direction")
     network_bytes_per_s: float = _rate("what a whole node can send")
     pcie_bytes_per_s: float = _rate("GPU to host memory")
-    latency_s: float = option(help="of a message between two nodes", minimum=0)
+    latency_s: float = option(help="of a message between two nodes")
     cores_per_node: int = _count("cores of a node, which the processes of a CPU machine share")
     host_memory_bytes: float = option(help="memory of a node", above=0)
-    launch_overhead_s: float = option(help="CPU time to start one kernel", minimum=0)
+    launch_overhead_s: float = option(help="CPU time to start one kernel")
     pair_bytes_per_s: float | None = _rate(
         "the bus of two GPUs, where it is slower than that of a whole node", None
     )
@@ -106,9 +105,7 @@ class Cluster(Record):
         None,
         predicts=False,
     )
-    storage_nodes: int = option(
-        0, "nodes that wrote together in that save", minimum=0, predicts=False
-    )
+    storage_nodes: int = option(0, "nodes that wrote together in that save", predicts=False)
     sources: dict[str, str] = option(
         dict, "where each number comes from; copied into every plan", predicts=False
     )

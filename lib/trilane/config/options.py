@@ -23,8 +23,8 @@ Rules = Iterable[tuple[Any, str, str]]
 NUMBERS: dict[Any, type] = {int: int, int | None: int, float: float, float | None: float}
 YES_OR_NO = ("no", "yes")
 BOUNDS = (
-    ("minimum", "at least", operator.ge),
     ("above", "above", operator.gt),
+    ("minimum", "at least", operator.ge),
     ("maximum", "at most", operator.le),
     ("below", "below", operator.lt),
 )
@@ -33,7 +33,7 @@ BOUNDS = (
 def option(default: Any = dataclasses.MISSING, help: str = "", **facts: Any) -> Any:
     """A field of a plan: `tp: int = option(1, "GPUs that share a layer", minimum=1, label="tp{}")`.
 
-    minimum, maximum, above, below   of a number
+    minimum, maximum, above, below   of a number; it is at least 0 where no minimum is given
     choices    the words that it may be
     label      how the label of a plan names a value that is not the default
     predicts   False where no prediction depends on it: it is no part of a plan's id
@@ -43,7 +43,7 @@ def option(default: Any = dataclasses.MISSING, help: str = "", **facts: Any) -> 
     cli        False where no command has an option for it; metavar: what its help calls the value
     name       of this option, where it is not the field's; read: what makes the value of its text
     """
-    metadata = {"help": help, **facts}
+    metadata = {"help": help, "minimum": 0, **facts}
     if callable(default):
         return dataclasses.field(default_factory=default, metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)

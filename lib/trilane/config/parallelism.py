@@ -54,7 +54,6 @@ class Topology(Record):
     zero: int = option(
         0,
         "ZeRO stage; 1: distributed optimizer",
-        minimum=0,
         maximum=3,
         label="zero{}",
         search=range(4),

@@ -83,28 +83,18 @@ class Optimizer:
     """
 
     lr: float = option(1e-3, "peak learning rate", above=0, megatron="lr")
-    min_lr: float = option(
-        1e-4, "learning rate at the end of the cosine", minimum=0, megatron="min-lr"
-    )
-    warmup_samples: int = option(
-        0, "samples of the linear warm-up", minimum=0, megatron="lr-warmup-samples"
-    )
+    min_lr: float = option(1e-4, "learning rate at the end of the cosine", megatron="min-lr")
+    warmup_samples: int = option(0, "samples of the linear warm-up", megatron="lr-warmup-samples")
     decay_samples: int = option(
-        0, "samples of the cosine; 0: the whole run", minimum=0, megatron="lr-decay-samples"
+        0, "samples of the cosine; 0: the whole run", megatron="lr-decay-samples"
     )
     weight_decay: float = option(
-        0.1, "of matrices; biases and norms do not decay", minimum=0, megatron="weight-decay"
+        0.1, "of matrices; biases and norms do not decay", megatron="weight-decay"
     )
-    adam_beta1: float = option(
-        0.9, "of the mean of gradients", minimum=0, below=1, megatron="adam-beta1"
-    )
-    adam_beta2: float = option(
-        0.95, "of the mean of their squares", minimum=0, below=1, megatron="adam-beta2"
-    )
-    adam_eps: float = option(1e-8, "added to the root of this mean", minimum=0, megatron="adam-eps")
-    clip_grad: float = option(
-        1.0, "limit of the gradient norm; 0: none", minimum=0, megatron="clip-grad"
-    )
+    adam_beta1: float = option(0.9, "of the mean of gradients", below=1, megatron="adam-beta1")
+    adam_beta2: float = option(0.95, "of the mean of their squares", below=1, megatron="adam-beta2")
+    adam_eps: float = option(1e-8, "added to the root of this mean", megatron="adam-eps")
+    clip_grad: float = option(1.0, "limit of the gradient norm; 0: none", megatron="clip-grad")
     # Radford et al. 2019 (GPT-2), section 2.3: over sqrt(2 num_layers) where they write to the
     # residual stream
     init_std: float = option(
@@ -142,10 +132,10 @@ class Dropout:
     """Shares of values that training sets to 0; in Megatron-LM both are 0.1 by default."""
 
     hidden: float = option(
-        0.0, "of embedding, attention and MLP", minimum=0, below=1, megatron="hidden-dropout"
+        0.0, "of embedding, attention and MLP", below=1, megatron="hidden-dropout"
     )
     attention: float = option(
-        0.0, "of attention's probabilities", minimum=0, below=1, megatron="attention-dropout"
+        0.0, "of attention's probabilities", below=1, megatron="attention-dropout"
     )
 
     def __post_init__(self) -> None:
@@ -164,11 +154,11 @@ class Run:
     seed: int = option(1234, "of the initial weights and the data order", megatron="seed")
     ramp: Ramp = option(Ramp, "ramp-up of the batch size")
     save_interval: int = option(
-        0, "iterations between checkpoints, and one at the end; 0: only on request", minimum=0
+        0, "iterations between checkpoints, and one at the end; 0: only on request"
     )
-    keep_last: int = option(2, "checkpoints that are kept; 0: all", minimum=0)
+    keep_last: int = option(2, "checkpoints that are kept; 0: all")
     exit_duration_minutes: float = option(
-        0.0, "save and end this long after the process began; 0.0: never", minimum=0
+        0.0, "save and end this long after the process began; 0.0: never"
     )
     load: str = option(
         "",
@@ -177,19 +167,17 @@ class Run:
     # longer than the longest iteration, checkpoint included; torch itself gives up after 1800 s
     # without naming a rank
     hang_timeout_s: float = option(
-        1500.0, "dump and end a run of which a rank stands still; 0.0: never", minimum=0
+        1500.0, "dump and end a run of which a rank stands still; 0.0: never"
     )
-    start_iteration: int = option(
-        0, "iterations done by an earlier plan, whose checkpoint is load", minimum=0
-    )
+    start_iteration: int = option(0, "iterations done by an earlier plan, whose checkpoint is load")
     exit_iteration: int = option(
-        0, "save and end after it, for another plan to continue; 0: the last", minimum=0
+        0, "save and end after it, for another plan to continue; 0: the last"
     )
     eval_interval: int = option(
-        0, "iterations between validation losses; 0: none", minimum=0, megatron="eval-interval"
+        0, "iterations between validation losses; 0: none", megatron="eval-interval"
     )
     eval_iters: int = option(
-        0, "batches of a validation loss, always the same", minimum=0, megatron="eval-iters"
+        0, "batches of a validation loss, always the same", megatron="eval-iters"
     )
     skip: str = option(
         "", "iterations that count as done and are not trained, such as 101-200,251-300"

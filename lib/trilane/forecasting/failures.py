@@ -36,12 +36,12 @@ class Interruption:
     """
 
     name: str
-    per_node_year: float = option(0.0, minimum=0)
-    per_year: float = option(0.0, minimum=0)
+    per_node_year: float = option(0.0)
+    per_year: float = option(0.0)
     # one run in six has exp(3) = 20 times as many stops as the median; no published rates are
     # further apart
-    spread: float = option(0.0, minimum=0, maximum=3)
-    idle_hours: float = option(0.0, minimum=0)
+    spread: float = option(0.0, maximum=3)
+    idle_hours: float = option(0.0)
     charged: bool = True
     source: str = ""
 
@@ -69,19 +69,19 @@ class FailureModel:
 
     # those that published runs report: "rates" of data/risks.json derives them
     stops: tuple[Interruption, ...] = option(published_stops)
-    startup_s: float = option(1200.0, minimum=0)
-    queue_s: float = option(0.0, minimum=0)
-    repair_hours: float = option(24.0, minimum=0)
-    spare_nodes: int | None = option(None, minimum=0)
+    startup_s: float = option(1200.0)
+    queue_s: float = option(0.0)
+    repair_hours: float = option(24.0)
+    spare_nodes: int | None = option(None)
     job_hours: float = option(20.0, above=0)
     evaluation_every: int = option(1000, minimum=1)
-    evaluation_iters: int = option(100, minimum=0)
-    checkpoint_s: float = option(0.0, minimum=0)
+    evaluation_iters: int = option(100)
+    checkpoint_s: float = option(0.0)
     write_bytes_per_s: float = option(1e9, above=0)
-    write_nodes: int = option(0, minimum=0)
+    write_nodes: int = option(0)
     slowdown: float = option(1.02, above=0, maximum=1e6)
-    slowdown_spread: float = option(0.02, minimum=0)
-    common: float = option(0.8, minimum=0, maximum=1)
+    slowdown_spread: float = option(0.02)
+    common: float = option(0.8, maximum=1)
 
     def __post_init__(self) -> None:
         check(self)

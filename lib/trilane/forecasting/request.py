@@ -69,25 +69,25 @@ class ForecastRequest(Record):
         None, "GPU-hours that are granted", metavar="GPU_HOURS", above=0
     )
     failures_per_node_year: float | None = option(
-        None, "default: 1.8, uncertain by a factor of 2.2", minimum=0
+        None, "default: 1.8, uncertain by a factor of 2.2"
     )
     checkpoint_minutes: float | None = option(None, "between checkpoints; default: Daly's optimum")
     spare_nodes: int | None = option(
-        None, "nodes in reserve (default: 4, or what the jobs leave free)", minimum=0
+        None, "nodes in reserve (default: 4, or what the jobs leave free)"
     )
     job_hours: float | None = option(
         None, "the longest job that the queue takes (default: 20)", above=0
     )
     risks: FailureModel = option("", "fields of FailureModel that you know better", metavar="JSON")
     price: float | None = option(
-        None, "price of one GPU-hour, in your currency", metavar="PER_GPU_HOUR", minimum=0
+        None, "price of one GPU-hour, in your currency", metavar="PER_GPU_HOUR"
     )
     calibration: Calibration = option(
         "", "constants: a study, a JSON file or a software stack", metavar="SOURCE"
     )
     # of 140 pieces, a ramp of 116 sizes, each of some eight arrays takes 110 MB
     runs: int = option(10_000, "simulated runs", minimum=100, maximum=100_000)
-    seed: int = option(0, "of the simulation", minimum=0)
+    seed: int = option(0, "of the simulation")
 
     def __post_init__(self) -> None:
         plan = self.plan

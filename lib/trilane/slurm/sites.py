@@ -214,9 +214,7 @@ class JobRequest(Record):
     reservation: str = option("", "name of a reservation", form="word")
     exclude: str = option("", "nodes that a job avoids, such as gpu[1-3],gpu7", form="nodes")
     mail: str = option("", "address to which SLURM mails ends, failures and requeues", form="word")
-    signal_s: int = option(
-        300, "seconds before the time limit at which a checkpoint is saved", minimum=0
-    )
+    signal_s: int = option(300, "seconds before the time limit at which a checkpoint is saved")
     launcher: str = option(
         "torchrun",
         "what starts a node's processes; srun: each as a task on cores of its own",
@@ -225,9 +223,7 @@ class JobRequest(Record):
     environment: str = option(
         "", "a venv's folder, or conda:NAME, instead of the repository's .venv"
     )
-    spares: int = option(
-        0, "nodes more than the plan's, which take the place of those that fail", minimum=0
-    )
+    spares: int = option(0, "nodes more than the plan's, which take the place of those that fail")
     preflight: bool = option(True, "whether the nodes of a job are tested before they train")
 
     def __post_init__(self) -> None:
