@@ -66,11 +66,10 @@ def sizes(line: bytes) -> dict[str, Value]:
     print them.
     """
     numbers: dict[str, Value] = {}
-    if b" size: " in line or b">> " in line or b"(size: " in line:
-        for pattern in size_patterns():
-            if match := pattern.search(line):
-                for name, text in match.groupdict().items():
-                    numbers[name] = int(text.replace(b",", b""))
+    for pattern in size_patterns():
+        if match := pattern.search(line):
+            for name, text in match.groupdict().items():
+                numbers[name] = int(text.replace(b",", b""))
     return numbers
 
 

@@ -1,9 +1,9 @@
 """Dialects as tables: how a trainer prints an iteration, one JSON file each in data/dialects/, or
 one of your own.
 
-Own tables are the files, and those of the folders, that the environment's TRILANE_DIALECTS names,
-separated by colons. The patterns give a line's numbers as *spans*, so that one parse serves all
-lines that differ in digits only.
+Own tables are the files that the environment's TRILANE_DIALECTS names, separated by colons. The
+patterns give a line's numbers as *spans*, so that one parse serves all lines that differ in digits
+only.
 """
 
 import functools
@@ -229,18 +229,11 @@ def read_dialect(path: Path) -> Dialect:
 @functools.cache
 def _read_all(named: str) -> tuple[Dialect, ...]:
     by_name: dict[str, Dialect] = {}
-    places = [Path(name) for name in named.split(os.pathsep) if name]
-    for place in (*places, DATA / "dialects"):
-        for path in _files(place):
-            dialect = read_dialect(path)
-            by_name.setdefault(dialect.name, dialect)
+    paths = [Path(name) for name in named.split(os.pathsep) if name]
+    for path in (*paths, *sorted((DATA / "dialects").glob("*.json"))):
+        dialect = read_dialect(path)
+        by_name.setdefault(dialect.name, dialect)
     return tuple(by_name.values())
-
-
-def _files(place: Path) -> list[Path]:
-    if place.is_dir():
-        return sorted(place.glob("*.json"))
-    return [place]
 
 
 def dialects() -> tuple[Dialect, ...]:
@@ -249,9 +242,7 @@ def dialects() -> tuple[Dialect, ...]:
 
 
 def use(paths: Sequence[Path]) -> None:
-    """Add tables, files or folders, for this process and those that it starts; ValueError for a bad
-    one.
-    """
+    """Add tables for this process and those that it starts; ValueError for a bad one."""
     names = os.pathsep.join([*map(str, paths), os.environ.get(VARIABLE, "")])
     _read_all(names)
     os.environ[VARIABLE] = names

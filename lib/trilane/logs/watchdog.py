@@ -78,21 +78,18 @@ class Watchdogs:
         all ranks alone.
         """
         groups = {group for group, _ in self.timeouts}
-        same: defaultdict[tuple[str, bool, str], list[int]] = defaultdict(list)
+        same: defaultdict[tuple[str, str], list[int]] = defaultdict(list)
         for (group, rank), counts in self.counts.items():
             if group in groups:
                 work = self.timeouts.get((group, rank), "")
                 text = f"timed out in {work}; {counts}" if work else counts
-                same[group, bool(work), text.strip("; ")].append(rank)
+                same[group, text.strip("; ")].append(rank)
         if DEFAULT in groups:
             printed = {rank for group, rank in self.counts if group == DEFAULT}
             silent = [rank for rank in range(world) if rank not in printed]
             if silent and max(printed) < world:
-                same[DEFAULT, False, "nothing of them is in this log"] = silent
-        lines = []
-        for group, is_late, text in sorted(same):
-            ranks = ranges(same[group, is_late, text])
-            lines.append(f"{group}: ranks {ranks}: {text}")
+                same[DEFAULT, "nothing of them is in this log"] = silent
+        lines = [f"{key[0]}: ranks {ranges(same[key])}: {key[1]}" for key in sorted(same)]
         return lines[:SHOWN]
 
 

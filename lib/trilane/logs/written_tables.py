@@ -2,21 +2,21 @@
 
 import csv
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
 from trilane.logs import endings
 from trilane.logs.run import RunLog, read_logs
 from trilane.logs.table import NAN, frame
-from trilane.utils.validation import shipped_json
+from trilane.utils.validation import read_text, shipped_json
 from trilane.workspace.status import Status
 
 Table = tuple[list[str], list[tuple[int, list[str]]]]  # header; rows by the number of their line
 RULE = re.compile(r"[\s:|-]*-[\s:|-]*")  # the line below a header of Markdown
 NUMBER = re.compile(r"(\d{1,15}(?:\.\d{0,15})?)\s*([a-z]*)")
 SUFFIXES = (".csv", ".md")  # of files that hold tables of rows
-LARGEST = 1 << 22  # bytes; larger files are logs
+LARGEST = 1 << 22  # bytes of such a file
 SIZES = ("gpus", "nodes", "size", "dp", "tp", "pp", "mbs", "gbs")
 CHOICES = (*SIZES, "chunks", "zero", "layers", "hidden", "heads", "seq")
 
@@ -24,52 +24,50 @@ CHOICES = (*SIZES, "chunks", "zero", "layers", "hidden", "heads", "seq")
 def read_runs(path: Path | str) -> list[RunLog]:
     """The runs of a file, in its order: `read_runs("slurm-4711.out")[0].iterations`.
 
-    A log of any framework; or the Markdown or CSV tables of measured runs, whose columns have names
-    of data/table_columns.json, and of which each row is a run of one iteration without a number.
+    A log of any framework; or the tables of measured runs in a Markdown or CSV file, whose columns
+    have names of data/table_columns.json, and of which each row is a run of one iteration without a
+    number.
     Raises ValueError for a file that is missing, empty, binary, or holds no run.
     """
     path = Path(path)
-    runs: list[RunLog] = []
-    if path.is_file() and path.stat().st_size < LARGEST:
-        lines = path.read_text("utf-8-sig", "replace").splitlines()
+    runs: list[RunLog | None] = []
+    if path.suffix in SUFFIXES:
+        lines = read_text(path, "log", LARGEST, "replace").splitlines()
         for header, body in tables(lines, path.suffix):
             columns = [_column(name) for name in header]
             is_timed = "time" in columns or "tflops" in columns
             if is_timed and len({*columns} & {*SIZES}) >= 2:
-                runs += [run for line, cells in body for run in _run(path, line, columns, cells)]
-    return runs or read_logs(path)
+                runs += [_run(path, line, columns, cells) for line, cells in body]
+    return list(filter(None, runs)) or read_logs(path)
 
 
-def tables(lines: Sequence[str], suffix: str) -> Iterator[Table]:
+def tables(lines: Sequence[str], suffix: str) -> list[Table]:
     """Each table of a file with that suffix; raises ValueError for what is no CSV. A cell holds no
     line end.
     """
     if suffix != ".csv":
-        yield from _markdown_tables(lines)
-        return
+        return _markdown_tables(lines)
     try:
         every = list(enumerate(csv.reader(lines), 1))
     except csv.Error as error:  # a cell of more than 131072 characters
         raise ValueError(f"table={error}: is no CSV") from None
     rows = [(line, row) for line, row in every if row and not row[0].startswith("#")]
-    if rows:
-        yield rows[0][1], rows[1:]
+    return [(rows[0][1], rows[1:])] if rows else []
 
 
-def _markdown_tables(lines: Sequence[str]) -> Iterator[Table]:
-    header: list[str] = []
-    body: list[tuple[int, list[str]]] = []
+def _markdown_tables(lines: Sequence[str]) -> list[Table]:
+    tables: list[Table] = []
     before = ""
-    for number, line in enumerate([*lines, ""], 1):
-        if header and "|" in line:
-            body.append((number, _cells(line)))
-        elif header:
-            yield header, body
-            header = []
+    is_inside = False
+    for number, line in enumerate(lines, 1):
+        is_inside &= "|" in line
+        if is_inside:
+            tables[-1][1].append((number, _cells(line)))
         elif "|" in line and "|" in before and RULE.fullmatch(line):
-            header = _cells(before)
-            body = []
+            tables.append((_cells(before), []))
+            is_inside = True
         before = line
+    return tables
 
 
 def _cells(line: str) -> list[str]:
@@ -103,8 +101,8 @@ def number(name: str, text: str) -> float:
     return float(cell[1]) * factor
 
 
-def _run(path: Path, line: int, columns: Sequence[str], cells: Sequence[str]) -> Iterator[RunLog]:
-    """A row as a run of one iteration, with the sizes as its arguments; none for a row that neither
+def _run(path: Path, line: int, columns: Sequence[str], cells: Sequence[str]) -> RunLog | None:
+    """A row as a run of one iteration, with the sizes as its arguments; None for a row that neither
     measured anything nor ran out of memory.
     """
     numbers: dict[str, float] = {}
@@ -115,29 +113,25 @@ def _run(path: Path, line: int, columns: Sequence[str], cells: Sequence[str]) ->
         value = number(name, text)
         if name and value > 0:
             numbers.setdefault(name, value)
-    measured: dict[str, float] = {}
-    memory: dict[str, float] = {}
-    if "time" in numbers or "tflops" in numbers:
-        status = Status.COMPLETED
-        rate = numbers.get("tflops", NAN) * 1e12
-        seconds = numbers.get("time", NAN)
-        measured = {"iteration": NAN, "sec_per_it": seconds, "flops_per_s_per_gpu": rate}
-    elif "OOM" in cells:
-        status = Status.OOM
-    else:
-        return
-    if "mem" in numbers:
-        memory = {"rank": 0.0, "max_reserved": numbers["mem"] * 2**30}
+    is_timed = "time" in numbers or "tflops" in numbers
+    if not is_timed and "OOM" not in cells:
+        return None
+    measured = {
+        "iteration": NAN,
+        "sec_per_it": numbers.get("time", NAN),
+        "flops_per_s_per_gpu": numbers.get("tflops", NAN) * 1e12,
+    }
+    memory = {"rank": 0, "max_reserved": numbers.get("mem", NAN) * 2**30}
     arguments: dict[str, int | float] = {"line": line}
     for name in CHOICES:
         if name in numbers:
             value = numbers[name]
             arguments[name] = int(value) if value.is_integer() else value
-    yield RunLog(
+    return RunLog(
         source=path,
-        iterations=frame([measured] if measured else []),
-        memory=frame([memory] if memory else [], ("rank",)),
-        status=status,
+        iterations=frame([measured] if is_timed else []),
+        memory=frame([memory]),
+        status=Status.COMPLETED if is_timed else Status.OOM,
         evidence=f"line {line}: {endings.text(' | '.join(cells).encode())}",
         dialect="table",
         arguments=arguments,

@@ -124,7 +124,6 @@ class Facts:
         """Read on which host a rank ran: from torchrun's table of failures, or from NCCL."""
         if b"Root Cause" in line:
             self._others = False
-            self.traceback = 8  # the lines of an entry
         elif b"Failures:" in line:
             self._others = True
         elif host := HOST.match(line):

@@ -25,7 +25,6 @@ OTHER_BAR = re.compile(
     rb"(?i)\b(?:eval|val|valid|test|predict|generat|load|map|filter|tokeniz|download|fetch|sav)"
     rb"[\w ]{0,40}:\s{0,9}\d{1,3}%\|"
 )
-STEPS = re.compile(rb"'global_step/max_steps': '(\d{1,15})/(\d{1,15})'")  # of ms-swift
 
 
 def bar(line: bytes) -> Row:
@@ -53,8 +52,6 @@ def _dicts(line: bytes) -> list[Row]:
             every.append(values)
     if every:
         every[0] |= bar(line)
-        if steps := STEPS.search(line):
-            every[0] |= {"step": float(steps[1]), "total": float(steps[2])}
     return every
 
 
