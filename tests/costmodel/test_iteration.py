@@ -11,7 +11,7 @@ from trilane.config.cluster import Cluster, cluster
 from trilane.config.model import parse_shape
 from trilane.config.parallelism import Topology
 from trilane.costmodel import shipped
-from trilane.costmodel.columns import columns_of
+from trilane.costmodel.columns import Setting, columns_of
 from trilane.costmodel.constants import Constants
 from trilane.costmodel.iteration import (
     IterationTime,
@@ -67,7 +67,7 @@ def test_a_ring_of_d_moves_two_d_minus_one_dths_of_the_bytes() -> None:
     much as very many.
     """
     found = [
-        float(data_parallel_seconds(1e9, columns_of(SHAPE, Topology(dp=d, gbs=8)), NOW, K))
+        float(data_parallel_seconds(1e9, Setting(columns_of(SHAPE, Topology(dp=d, gbs=8)), NOW, K)))
         for d in (1, 2, 4, 8)
     ]
     assert found[0] == 0
@@ -92,7 +92,7 @@ def test_zero_moves_the_bytes_of_its_paper(topology: dict, volume: float) -> Non
     """
     x = columns_of(SHAPE, Topology(**BF16, dp=8, gbs=24, **topology))
     rate = A100.node_bytes_per_s * K.node
-    assert float(data_parallel_seconds(1e9, x, NOW, K)) == pytest.approx(
+    assert float(data_parallel_seconds(1e9, Setting(x, NOW, K))) == pytest.approx(
         7 / 8 * 1e9 * volume / rate
     )
 
@@ -107,7 +107,9 @@ def test_trees_reduce_what_a_node_lacks_rings_gather_everything_and_both_slow_do
     rate = K.network * A100.ring_bytes_per_s / (1 + K.distance * np.log2(nodes))
     for zero, volume in ((0, share * 4), (1, share * 4 + (1 - 1 / 8 / nodes) * 2)):
         x = columns_of(SHAPE, Topology(**BF16, dp=8 * nodes, gbs=8 * nodes, zero=zero))
-        assert float(data_parallel_seconds(1e9, x, NOW, K)) == pytest.approx(volume * 1e9 / rate)
+        assert float(data_parallel_seconds(1e9, Setting(x, NOW, K))) == pytest.approx(
+            volume * 1e9 / rate
+        )
 
 
 @pytest.mark.parametrize(

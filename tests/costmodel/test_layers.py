@@ -7,7 +7,7 @@ import pytest
 from trilane.config.cluster import cluster
 from trilane.config.model import parse_shape
 from trilane.config.parallelism import Topology
-from trilane.costmodel.columns import Columns, columns_of
+from trilane.costmodel.columns import Columns, Setting, columns_of
 from trilane.costmodel.constants import Constants
 from trilane.costmodel.layers import (
     all_reduce_seconds,
@@ -34,7 +34,7 @@ def test_an_all_reduce_moves_as_often_its_bytes_as_nccl_tests_count(tp: int, fac
     x 2048 bf16 here.
     """
     x = columns(tp=tp, mbs=2, gbs=2)
-    assert float(all_reduce_seconds(x, IDEAL, NO_WAITS)) == pytest.approx(
+    assert float(all_reduce_seconds(Setting(x, IDEAL, NO_WAITS))) == pytest.approx(
         factor * 2 * 2048 * 2048 * 2 / 100e9
     )
 
@@ -42,8 +42,8 @@ def test_an_all_reduce_moves_as_often_its_bytes_as_nccl_tests_count(tp: int, fac
 @pytest.mark.parametrize(("host_s", "waits"), [(0.0, False), (1e-9, False), (1.0, True)])
 def test_a_layer_costs_the_larger_of_gpu_and_host_time(host_s: float, waits: bool) -> None:
     still = replace(NO_WAITS, launch_s=0.0)
-    time = layer_time(columns(), A100, replace(still, host_s=host_s))
-    alone = layer_time(columns(), A100, replace(still, host_s=0.0)).total
+    time = layer_time(Setting(columns(), A100, replace(still, host_s=host_s)))
+    alone = layer_time(Setting(columns(), A100, replace(still, host_s=0.0))).total
     assert float(time.total) == pytest.approx(0.75 * host_s if waits else float(alone))
 
 
@@ -51,9 +51,10 @@ def test_a_layer_has_four_all_reduces_and_six_where_it_is_recomputed() -> None:
     """Narayanan et al. 2021, arXiv:2104.04473, section 3.2: two forward, two backward, and the
     forward once more.
     """
-    one = float(all_reduce_seconds(columns(tp=8), A100, NO_WAITS))
+    one = float(all_reduce_seconds(Setting(columns(tp=8), A100, NO_WAITS)))
     for recompute, count in (("none", 4), ("selective", 4), ("full", 6), ("operators", 5)):
-        found = layer_time(columns(tp=8, recompute=recompute), A100, NO_WAITS).tensor_parallel
+        setting = Setting(columns(tp=8, recompute=recompute), A100, NO_WAITS)
+        found = layer_time(setting).tensor_parallel
         assert float(found) == pytest.approx(count * one)
 
 
@@ -66,10 +67,10 @@ def test_a_flash_kernel_does_half_of_the_products_and_two_and_a_half_times_as_mu
     16 heads of 128 on 2048 tokens, at half of the A100's 312 TFLOP/s, of which 2048 / (2048 + 256)
     are left.
     """
-    forward, backward = attention_seconds(columns(), A100, NO_WAITS)
+    forward, backward = attention_seconds(Setting(columns(), A100, NO_WAITS))
     assert (
         float(forward)
         == pytest.approx(2 * 2048**2 * 128 * 16 / (0.5 * 312e12) * 9 / 8)
-        == float(flash_seconds(columns(), A100, NO_WAITS))
+        == float(flash_seconds(Setting(columns(), A100, NO_WAITS)))
     )
     assert float(backward) == pytest.approx(2.5 * float(forward))

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -213,37 +213,47 @@ def stack(rows: Sequence[Columns]) -> Columns:
     return Columns(**{name: np.array([r.numbers[name] for r in rows], float) for name in names})
 
 
-def linear_flops_per_s(columns: Columns, cluster: Cluster) -> Number:
+class Setting(NamedTuple):
+    """What every formula of time takes: the plans' sizes, where they run, and the constants."""
+
+    columns: Columns
+    cluster: Cluster
+    constants: Constants
+
+
+def linear_flops_per_s(setting: Setting) -> Number:
     """Peak rate of a linear layer's matmuls: that of 8 bits where they have 8."""
-    wide = matmul_flops_per_s(columns, cluster)
+    x, cluster, _ = setting
+    wide = matmul_flops_per_s(setting)
     # 0.88: the share of the peak that an 8-bit matmul reaches, relative to bf16's; the best on an
     # H100 SXM are 1402.6 of 1979 and 794.5 of 989 TFLOP/s (S. Bekman, 'Machine Learning
     # Engineering', maximum achievable matmul FLOPS)
-    return np.where(columns.precision == FP8, cluster.gpu.fp8_flops_per_s * 0.88, wide)
+    return np.where(x.precision == FP8, cluster.gpu.fp8_flops_per_s * 0.88, wide)
 
 
-def matmul_flops_per_s(columns: Columns, cluster: Cluster) -> Number:
+def matmul_flops_per_s(setting: Setting) -> Number:
     """Peak rate of attention's matmuls: the card's in 16 or 32 bits, or a process's share of a CPU
     machine's cores.
     """
+    x, cluster, _ = setting
     gpu = cluster.gpu
     half = max(gpu.fp16_flops_per_s, gpu.bf16_flops_per_s) or gpu.fp32_flops_per_s
     if gpu.kind == "cpu":
-        threads = np.maximum(cluster.cores_per_node // columns.gpus, 1)
-        return gpu.fp32_flops_per_s * threads / slowdown(columns, cluster)
-    return np.where(columns.precision == FP32, gpu.fp32_flops_per_s, half)
+        threads = np.maximum(cluster.cores_per_node // x.gpus, 1)
+        return gpu.fp32_flops_per_s * threads / slowdown(setting)
+    return np.where(x.precision == FP32, gpu.fp32_flops_per_s, half)
 
 
-def slowdown(columns: Columns, cluster: Cluster) -> Number:
+def slowdown(setting: Setting) -> Number:
     """How many processes of a CPU machine wait for one core; 1 on GPUs."""
+    x, cluster, _ = setting
     if cluster.gpu.kind != "cpu":
         return 1.0
-    return np.maximum(columns.gpus / cluster.cores_per_node, 1.0)
+    return np.maximum(x.gpus / cluster.cores_per_node, 1.0)
 
 
-def memory_seconds(
-    bytes_: Number, columns: Columns, cluster: Cluster, constants: Constants
-) -> Number:
+def memory_seconds(bytes_: Number, setting: Setting) -> Number:
     """Seconds in which element-wise kernels move so many bytes."""
-    rate = cluster.gpu.memory_bytes_per_s * constants.memory
-    return bytes_ * slowdown(columns, cluster) / rate
+    _, cluster, c = setting
+    rate = cluster.gpu.memory_bytes_per_s * c.memory
+    return bytes_ * slowdown(setting) / rate

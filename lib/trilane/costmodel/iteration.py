@@ -11,6 +11,7 @@ from trilane.costmodel.columns import (
     Columns,
     Number,
     Parts,
+    Setting,
     memory_seconds,
     slowdown,
 )
@@ -53,9 +54,7 @@ class Ring(NamedTuple):
     gather_s: Number
 
 
-def ring(
-    ranks: Number, stride: Number, columns: Columns, cluster: Cluster, constants: Constants
-) -> Ring:
+def ring(ranks: Number, stride: Number, setting: Setting) -> Ring:
     """The group of `ranks` ranks that stand `stride` apart (ranks run tp fastest, then cp, dp, pp).
 
     It leaves the node when stride x ranks passes the node's GPUs; min(stride, GPUs of a node) such
@@ -63,7 +62,7 @@ def ring(
     rate for one (`ring_bytes_per_s`). With every doubling of nodes paths meet more often:
     `distance` is lost.
     """
-    c = constants
+    _, cluster, c = setting
     node = cluster.gpus_per_node
     near = np.minimum(stride, node)
     nodes = np.ceil(ranks * near / node)
@@ -73,7 +72,7 @@ def ring(
     link = np.minimum(share, cluster.ring_bytes_per_s or share)
     outside = np.minimum(link * c.network, inside) / (1 + c.distance * np.log2(nodes))
     hop = cluster.latency_s
-    slow = slowdown(columns, cluster)
+    slow = slowdown(setting)
     within = (bus - 1) / bus / inside
     leaves = nodes > 1
     return Ring(
@@ -86,9 +85,7 @@ def ring(
 
 def data_parallel_seconds(
     parameters: Number,
-    columns: Columns,
-    cluster: Cluster,
-    constants: Constants,
+    setting: Setting,
     compute: Number = 0.0,
 ) -> Number:
     """Reducing gradients and, with ZeRO, gathering weights, in an iteration; a call for each layer
@@ -103,13 +100,12 @@ def data_parallel_seconds(
     neither) hides under `compute`, the seconds of a microbatch, as often as it is sent, all but the
     share `exposed`. ZeRO-2 and 3 never take less than a ZeRO-1 that overlaps everything.
     """
-    x = columns
-    c = constants
+    x, _, c = setting
     is_zero3 = x.zero == 3
     is_sharded = x.zero > 0
-    near = ring(x.sharded, x.tp, x, cluster, c)
+    near = ring(x.sharded, x.tp, setting)
     groups = x.replicas / x.sharded
-    far = ring(groups, x.tp * x.sharded, x, cluster, c)
+    far = ring(groups, x.tp * x.sharded, setting)
     width = np.maximum(x.value_bytes, 4 * x.fp32_gradients)
     calls = x.stage_layers[1] + 1
     gather = is_sharded * (parameters * x.value_bytes * near.gather + calls * near.gather_s)
@@ -127,7 +123,7 @@ def data_parallel_seconds(
     return np.where(is_zero3, np.maximum(seconds, least), seconds)
 
 
-def p2p_seconds(columns: Columns, cluster: Cluster, constants: Constants) -> Number:
+def p2p_seconds(setting: Setting) -> Number:
     """Exposed seconds per microbatch of handing activations on and their gradients back, on one
     stage.
 
@@ -137,8 +133,7 @@ def p2p_seconds(columns: Columns, cluster: Cluster, constants: Constants) -> Num
     scatter-gather (`whole_p2p`) every rank sends everything. Interleaving sends v times, while
     other chunks compute.
     """
-    x = columns
-    c = constants
+    x, cluster, c = setting
     node = cluster.gpus_per_node
     sent = 2 * x.tokens * x.hidden * x.value_bytes
     network = cluster.network_bytes_per_s * c.p2p / np.minimum(x.tp * x.replicas, node)
@@ -148,7 +143,7 @@ def p2p_seconds(columns: Columns, cluster: Cluster, constants: Constants) -> Num
     moved = (1 - c.whole_p2p) * parts + c.whole_p2p * sent / rate
     each = moved + c.handoff_s + 2 * cluster.latency_s
     hidden = c.overlap * (x.interleaving > 1)
-    return np.where(x.pp > 1, x.interleaving * each, 0.0) * slowdown(x, cluster) * (1 - hidden)
+    return np.where(x.pp > 1, x.interleaving * each, 0.0) * slowdown(setting) * (1 - hidden)
 
 
 def _owned(parameters: Number, columns: Columns) -> Number:
@@ -156,27 +151,24 @@ def _owned(parameters: Number, columns: Columns) -> Number:
     return parameters / np.where(columns.zero > 0, columns.sharded, 1)
 
 
-def optimizer_seconds(
-    parameters: Number, columns: Columns, cluster: Cluster, constants: Constants
-) -> Number:
+def optimizer_seconds(parameters: Number, setting: Setting) -> Number:
     """Adam on the GPU, by bytes moved."""
-    here = columns.offload == 0
+    x = setting.columns
+    here = x.offload == 0
     # bytes per parameter that a GPU owns: fp32 master, two moments, gradient read; the first three
     # and the 16-bit weight written; and per parameter that it holds: clipping's norm, the copy back
-    moved = here * 30.0 * _owned(parameters, columns) + 6.0 * parameters
-    return memory_seconds(moved, columns, cluster, constants)
+    moved = here * 30.0 * _owned(parameters, x) + 6.0 * parameters
+    return memory_seconds(moved, setting)
 
 
-def offload_seconds(
-    parameters: Number, columns: Columns, cluster: Cluster, constants: Constants
-) -> Number:
+def offload_seconds(parameters: Number, setting: Setting) -> Number:
     """Gradients out, weights in over PCIe, Adam on the host; with full offload each GPU also
     fetches its shard of the weights for every gather. Shared by the GPUs of a node. Ren et al.
     2021, arXiv:2101.06840; Rajbhandari et al. 2021, arXiv:2104.07857.
     """
-    x = columns
+    x, cluster, c = setting
     owned = _owned(parameters, x)
-    pcie = cluster.pcie_bytes_per_s * constants.p2p
+    pcie = cluster.pcie_bytes_per_s * c.p2p
     # Adam on the host reads and writes 28 bytes a parameter from DDR memory, about 100 GB/s a node
     # (Ren, section 5)
     step = owned * (2 * x.value_bytes / pcie + 28.0 * cluster.gpus_per_node / 100e9)
@@ -184,23 +176,24 @@ def offload_seconds(
     return (x.offload > 0) * step + (x.offload == 2) * fetch
 
 
-def pressure(columns: Columns, cluster: Cluster, constants: Constants) -> Number:
+def pressure(setting: Setting) -> Number:
     """Factor on the time of a run that leaves the caching allocator no free memory; 1 below 75 % of
     the card.
 
     Only where gradients live in transient half-precision buffers; an optimizer that keeps all in
     place has none.
     """
-    if cluster.gpu.kind == "cpu" or np.all(columns.fp32_gradients):
+    x, cluster, c = setting
+    if cluster.gpu.kind == "cpu" or np.all(x.fp32_gradients):
         return 1.0
-    filled = memory_bytes(columns, cluster) / cluster.gpu.memory_bytes
+    filled = memory_bytes(x, cluster) / cluster.gpu.memory_bytes
     # PyTorch, 'CUDA semantics, memory management': a failed cudaMalloc frees all cached blocks and
     # synchronizes
     start = 0.75
     full = 0.95
     ramp = np.clip((filled - start) / (full - start), 0, 1)
-    transient = (1 - columns.fp32_gradients) * (columns.replicas > 1)
-    return 1 + constants.pressure * ramp * transient
+    transient = (1 - x.fp32_gradients) * (x.replicas > 1)
+    return 1 + c.pressure * ramp * transient
 
 
 def stage_seconds(
@@ -221,22 +214,23 @@ def iteration_columns(columns: Columns, cluster: Cluster, constants: Constants) 
     """
     x = columns
     c = constants
+    setting = Setting(x, cluster, c)
     m = x.microbatches
-    layer = layer_time(x, cluster, c)
-    head = head_seconds(x, cluster, c)
-    embedding = embedding_seconds(x, cluster, c)
+    layer = layer_time(setting)
+    head = head_seconds(setting)
+    embedding = embedding_seconds(setting)
     stages = [stage_seconds(x, i, layer.total, head, embedding) for i in extreme_stages(x)]
     slowest = functools.reduce(np.maximum, stages)
     whole = x.layers * layer.total + head + embedding
-    p2p = p2p_seconds(x, cluster, c)
+    p2p = p2p_seconds(setting)
     first, middle, _ = x.stage_layers
     parameters = np.maximum(first, middle) * x.layer_parameters + x.embedding_parameters
-    factor = pressure(x, cluster, c) * c.pace
+    factor = pressure(setting) * c.pace
     # layers' worth of time that the microbatches take on the slowest stage
     share = m * factor * (slowest / layer.total)
     bubble = (whole - slowest + (x.pp - 1) * p2p) / x.interleaving
-    optimizer = optimizer_seconds(parameters, x, cluster, c)
-    optimizer = optimizer + offload_seconds(parameters, x, cluster, c)
+    optimizer = optimizer_seconds(parameters, setting)
+    optimizer = optimizer + offload_seconds(parameters, setting)
     return IterationTime(
         matmul=share * layer.matmul,
         attention=share * layer.attention,
@@ -244,7 +238,7 @@ def iteration_columns(columns: Columns, cluster: Cluster, constants: Constants) 
         tensor_parallel=share * layer.tensor_parallel,
         pipeline_p2p=m * p2p * factor,
         bubble=np.where(x.pp == 1, 0.0, bubble) * factor,
-        data_parallel=data_parallel_seconds(parameters, x, cluster, c, slowest) * factor,
+        data_parallel=data_parallel_seconds(parameters, setting, slowest) * factor,
         optimizer=optimizer * factor,
     )
 
@@ -259,7 +253,8 @@ def seconds_per_stage(columns: Columns, cluster: Cluster, constants: Constants) 
     """Predicted seconds that one microbatch, forward and backward, takes on each pipeline stage,
     first to last.
     """
-    layer = layer_time(columns, cluster, constants).total
-    head = head_seconds(columns, cluster, constants)
-    embedding = embedding_seconds(columns, cluster, constants)
+    setting = Setting(columns, cluster, constants)
+    layer = layer_time(setting).total
+    head = head_seconds(setting)
+    embedding = embedding_seconds(setting)
     return stage_seconds(columns, np.arange(columns.pp), layer, head, embedding).tolist()

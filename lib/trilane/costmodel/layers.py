@@ -11,15 +11,14 @@ from trilane.costmodel.columns import (
     FP8,
     OPERATORS,
     SELECTIVE,
-    Columns,
     Number,
     Parts,
+    Setting,
     linear_flops_per_s,
     matmul_flops_per_s,
     memory_seconds,
     slowdown,
 )
-from trilane.costmodel.constants import Constants
 
 
 @dataclass(frozen=True)
@@ -37,9 +36,7 @@ def matmul_seconds(
     m: Number,
     n: Number,
     k: Number,
-    columns: Columns,
-    cluster: Cluster,
-    constants: Constants,
+    setting: Setting,
     batch: Number = 1.0,
     rate: Number = None,
 ) -> Number:
@@ -52,10 +49,10 @@ def matmul_seconds(
     and wave quantization: NVIDIA, 'Matrix multiplication background'. Left out: which kernel cuBLAS
     picks; two tiles per SM; operands that fall out of the L2 cache.
     """
-    c = constants
+    _, cluster, c = setting
     sms = cluster.gpu.num_sms
     if rate is None:
-        rate = matmul_flops_per_s(columns, cluster)
+        rate = matmul_flops_per_s(setting)
     peak = rate * np.minimum(c.matmul, reached(cluster))
     if cluster.gpu.kind == "cpu":
         return 2 * m * n * k * batch / peak
@@ -79,29 +76,26 @@ def reached(cluster: Cluster) -> float:
     return {8: 0.869, 9: 0.804, 10: 0.776}.get(cluster.gpu.compute_capability[0], 1.0)
 
 
-def linear_seconds(
-    columns: Columns, cluster: Cluster, constants: Constants
-) -> tuple[Number, Number]:
+def linear_seconds(setting: Setting) -> tuple[Number, Number]:
     """Forward and backward seconds of the four weight matmuls of a layer: QKV, projection, MLP in,
     MLP out.
     """
-    peak = linear_flops_per_s(columns, cluster)
-    m = columns.tokens
+    x = setting.columns
+    peak = linear_flops_per_s(setting)
+    m = x.tokens
     forward: Number = 0.0
     backward: Number = 0.0
 
     def seconds(rows: Number, outputs: Number, inputs: Number) -> Number:
-        return matmul_seconds(rows, outputs, inputs, columns, cluster, constants, rate=peak)
+        return matmul_seconds(rows, outputs, inputs, setting, rate=peak)
 
-    for n, k in columns.matrices:
+    for n, k in x.matrices:
         forward = forward + seconds(m, n, k)
         backward = backward + seconds(m, k, n) + seconds(k, n, m)
     return forward, backward
 
 
-def attention_seconds(
-    columns: Columns, cluster: Cluster, constants: Constants
-) -> tuple[Number, Number]:
+def attention_seconds(setting: Setting) -> tuple[Number, Number]:
     """Forward and backward seconds of the attention core of a layer.
 
     Scores stored: QK^T and AV, with 6.5 passes over the s x s half-precision scores forward (QK^T
@@ -109,15 +103,14 @@ def attention_seconds(
     backward. Where head_dim % 8 != 0 the products leave the tensor cores for fp32 units. Fused: see
     flash_seconds. Left out: batches that leave SMs idle.
     """
-    x = columns
-    c = constants
+    x, cluster, c = setting
     gpu = cluster.gpu
     s = x.seq
     d = x.head_dim
     batch = x.mbs * x.heads / x.tp
     q = s / x.cp  # queries of this rank
-    product = matmul_seconds(q, s, d, x, cluster, c, batch)
-    product = product + matmul_seconds(q, d, s, x, cluster, c, batch)
+    product = matmul_seconds(q, s, d, setting, batch)
+    product = product + matmul_seconds(q, d, s, setting, batch)
     if gpu.kind == "cpu":
         fused = product
     else:
@@ -127,16 +120,16 @@ def attention_seconds(
         crowd = (batch / 32) ** c.crowding
         slow = 2 * q * s * (d + wide) * batch * crowd / (gpu.fp32_flops_per_s * c.misaligned)
         product = np.where(d % 8 == 0, product, slow)
-        fused = flash_seconds(x, cluster, c)
-    one_pass = memory_seconds(x.value_bytes * q * s * batch, x, cluster, c)
+        fused = flash_seconds(setting)
+    one_pass = memory_seconds(x.value_bytes * q * s * batch, setting)
     stored = x.attention == 1
     forward = np.where(stored, product + 6.5 * one_pass, fused)
     backward = np.where(stored, 2 * product + 9.5 * one_pass, 2.5 * fused)
-    ring = ring_seconds(x, cluster, c)
+    ring = ring_seconds(setting)
     return np.maximum(forward, ring), np.maximum(backward, 2 * ring)
 
 
-def ring_seconds(columns: Columns, cluster: Cluster, constants: Constants) -> Number:
+def ring_seconds(setting: Setting) -> Number:
     """Seconds in which the ranks that share a sequence hand the keys and values of a layer once
     around their ring.
 
@@ -144,30 +137,28 @@ def ring_seconds(columns: Columns, cluster: Cluster, constants: Constants) -> Nu
     costs what exceeds the attention core; backward hands on the gradients, too. Left out: the
     imbalance of a causal mask.
     """
-    x = columns
+    x, cluster, c = setting
     node = cluster.gpus_per_node
     sent = (x.cp - 1) * 2 * x.tokens * x.kv_hidden / x.tp * x.value_bytes
-    inside = cluster.node_bytes_per_s * constants.node
-    network = cluster.network_bytes_per_s / np.minimum(x.tp, node) * constants.network
+    inside = cluster.node_bytes_per_s * c.node
+    network = cluster.network_bytes_per_s / np.minimum(x.tp, node) * c.network
     outside = np.minimum(inside, network)
     return sent / np.where(x.tp * x.cp > node, outside, inside)
 
 
-def flash_seconds(columns: Columns, cluster: Cluster, constants: Constants) -> Number:
+def flash_seconds(setting: Setting) -> Number:
     """Forward seconds of a flash kernel: half of 4 s^2 d FLOPs a head, the causal half, at `flash`
     of the peak.
 
     Dao 2023, arXiv:2307.08691, figures 5 to 7: 50-73 % of an A100's peak forward; backward counts
     2.5 times the FLOPs. Left out: that H100 kernels of 2023 reach less, and short sequences.
     """
-    x = columns
+    x, _, c = setting
     flops = 0.5 * 4 * x.seq**2 / x.cp * np.ceil(x.head_dim / 8) * 8 * x.mbs * x.heads / x.tp
-    return flops / (constants.flash * x.seq / (x.seq + 256) * matmul_flops_per_s(x, cluster))
+    return flops / (c.flash * x.seq / (x.seq + 256) * matmul_flops_per_s(setting))
 
 
-def elementwise_seconds(
-    columns: Columns, cluster: Cluster, constants: Constants
-) -> tuple[Number, Number]:
+def elementwise_seconds(setting: Setting) -> tuple[Number, Number]:
     """Forward and backward seconds of norms, residuals, dropout, GELU and biases, by bytes moved.
 
     Forward, in bytes per token and channel at 2 bytes a value: two norms 8, two residuals with
@@ -175,30 +166,28 @@ def elementwise_seconds(
     4 of queries, keys and values for bias and layout (12). Backward moves half as much again.
     Sequence parallelism divides all by t.
     """
-    x = columns
-    c = constants
+    x, _, c = setting
     cut = (4 + 2 * x.gated) * x.ffn / x.hidden + 4 * (1 + 2 * x.kv_hidden / x.hidden)
     moved = np.where(x.sequence_parallel == 1, 22 / x.tp, 22) + cut / x.tp
     bytes_ = c.passes * moved * x.value_bytes / 2 * x.tokens * x.hidden
-    forward = memory_seconds(bytes_, x, cluster, c)
+    forward = memory_seconds(bytes_, setting)
     outputs = sum(n for n, _ in x.matrices)
     inputs = sum(k for _, k in x.matrices)
     # fp8 reads and writes what it casts
-    cast = (x.precision == FP8) * memory_seconds(4 * x.tokens, x, cluster, c)
+    cast = (x.precision == FP8) * memory_seconds(4 * x.tokens, setting)
     return forward + cast * inputs, 1.5 * forward + cast * outputs
 
 
-def accumulation_seconds(
-    parameters: Number, columns: Columns, cluster: Cluster, constants: Constants
-) -> Number:
+def accumulation_seconds(parameters: Number, setting: Setting) -> Number:
     """Adding one microbatch's weight gradients to the sum: 6 bytes a parameter, 10 where the sum is
     fp32.
     """
-    moved = np.where(columns.fp32_gradients == 1, 10, 3 * columns.value_bytes)
-    return memory_seconds(parameters * moved, columns, cluster, constants)
+    x = setting.columns
+    moved = np.where(x.fp32_gradients == 1, 10, 3 * x.value_bytes)
+    return memory_seconds(parameters * moved, setting)
 
 
-def all_reduce_seconds(columns: Columns, cluster: Cluster, constants: Constants) -> Number:
+def all_reduce_seconds(setting: Setting) -> Number:
     """One tensor-parallel all-reduce of s b h values: 2 (t-1)/t of the bytes over the bus, and the
     wait for the last.
 
@@ -207,8 +196,7 @@ def all_reduce_seconds(columns: Columns, cluster: Cluster, constants: Constants)
     two, two share a node's network. Left out: overlap with computation (Megatron of 2022 has none
     in forward).
     """
-    x = columns
-    c = constants
+    x, cluster, c = setting
     t = x.tp
     node = cluster.gpus_per_node
     bus = cluster.node_bytes_per_s
@@ -216,12 +204,12 @@ def all_reduce_seconds(columns: Columns, cluster: Cluster, constants: Constants)
     groups = np.where(t % node == 0, 1, 2)
     outside = np.minimum(inside, cluster.network_bytes_per_s / groups * c.network)
     leaves = (node % t != 0) & (x.gpus > node)
-    rate = np.where(leaves, outside, inside) / slowdown(x, cluster)
+    rate = np.where(leaves, outside, inside) / slowdown(setting)
     wait = (t - 1) / 7 * c.skew_s + (t - 1) * cluster.latency_s
     return 2 * (t - 1) / t * x.tokens * x.hidden * x.value_bytes / rate + wait
 
 
-def layer_time(columns: Columns, cluster: Cluster, constants: Constants) -> LayerTime:
+def layer_time(setting: Setting) -> LayerTime:
     """One layer: forward, backward, and what is recomputed of the forward: all of it in the
     recomputed share of layers, the attention core (selective), or half the matmuls and all elements
     (operators, which keep what was reduced).
@@ -231,22 +219,21 @@ def layer_time(columns: Columns, cluster: Cluster, constants: Constants) -> Laye
     the same bytes (Korthikanti et al. 2022). While the GPU works the host launches ahead; where a
     layer needs the host longer than the GPU, the GPU waits for the rest.
     """
-    x = columns
-    c = constants
+    x, cluster, c = setting
     whole = x.recomputed
     core = x.recompute == SELECTIVE
     operators = x.recompute == OPERATORS
     again = whole + operators
-    linear, linear_back = linear_seconds(x, cluster, c)
-    attention, attention_back = attention_seconds(x, cluster, c)
-    elements, elements_back = elementwise_seconds(x, cluster, c)
-    gradients = accumulation_seconds(x.layer_parameters, x, cluster, c)
+    linear, linear_back = linear_seconds(setting)
+    attention, attention_back = attention_seconds(setting)
+    elements, elements_back = elementwise_seconds(setting)
+    gradients = accumulation_seconds(x.layer_parameters, setting)
     messages = (4 + 2 * whole + operators) * (1 - c.overlap * x.overlap_tp)
     parts = {
         "matmul": linear * (1 + whole + operators / 2) + linear_back,
         "attention": attention * (1 + whole + core) + attention_back,
         "elementwise": elements * (1 + again) + elements_back + gradients,
-        "tensor_parallel": all_reduce_seconds(x, cluster, c) * messages,
+        "tensor_parallel": all_reduce_seconds(setting) * messages,
     }
     # collectives and their hooks, of tensor parallelism or of ZeRO-3, are launched, too: a quarter
     # more each, guessed
@@ -255,33 +242,32 @@ def layer_time(columns: Columns, cluster: Cluster, constants: Constants) -> Laye
     host: Number = 0.0
     if cluster.gpu.kind != "cpu":
         host = np.maximum(launched - sum(parts.values()), 0)
-    return LayerTime(**parts, overhead=c.launch_s * (3 + again) / 4 * slowdown(x, cluster) + host)
+    return LayerTime(**parts, overhead=c.launch_s * (3 + again) / 4 * slowdown(setting) + host)
 
 
-def head_seconds(columns: Columns, cluster: Cluster, constants: Constants) -> Number:
+def head_seconds(setting: Setting) -> Number:
     """The output layer of one microbatch: logits (never recomputed) and the loss on their fp32
     copy.
 
     About 45 bytes per logit: the cast, max, exponential, sum and the gradient, each a pass over
     fp32 or half precision.
     """
-    x = columns
-    c = constants
+    x = setting.columns
     m = x.tokens
     h = x.hidden
     n = x.vocab / x.tp
-    products = matmul_seconds(m, n, h, x, cluster, c) + matmul_seconds(m, h, n, x, cluster, c)
-    products = products + matmul_seconds(h, n, m, x, cluster, c)
-    loss = memory_seconds(45 * m * n, x, cluster, c)
-    gradients = accumulation_seconds(x.embedding_parameters, x, cluster, c)
-    return products + loss + gradients + 2 * all_reduce_seconds(x, cluster, c)
+    products = matmul_seconds(m, n, h, setting) + matmul_seconds(m, h, n, setting)
+    products = products + matmul_seconds(h, n, m, setting)
+    loss = memory_seconds(45 * m * n, setting)
+    gradients = accumulation_seconds(x.embedding_parameters, setting)
+    return products + loss + gradients + 2 * all_reduce_seconds(setting)
 
 
-def embedding_seconds(columns: Columns, cluster: Cluster, constants: Constants) -> Number:
+def embedding_seconds(setting: Setting) -> Number:
     """The input embedding of one microbatch: the lookup, and a dense gradient of the whole table
     (zeroed, added).
     """
-    x = columns
-    table = accumulation_seconds(x.embedding_parameters, x, cluster, constants) * 4 / 3
+    x = setting.columns
+    table = accumulation_seconds(x.embedding_parameters, setting) * 4 / 3
     moved = 20 * x.tokens * x.hidden * x.value_bytes / 2
-    return table + memory_seconds(moved, x, cluster, constants)
+    return table + memory_seconds(moved, setting)
