@@ -128,24 +128,24 @@ class Recalibration(Table):
 
     def to_frame(self) -> DataFrame:
         """A row a run: measured_sec_per_it, of before and after the fit predicted_ and
-        recalibrated_sec_per_it, what these are over measured, and half_width, half of the 90 %
-        interval as a share; measured_gib and predicted_gib.
+        recalibrated_sec_per_it, what these are over measured, and recalibrated_half_width, half of
+        the 90 % interval as a share; measured_gib and predicted_gib.
         """
-        seconds = np.array(self._seconds)
         before = [predict_case(case, self.prior) for case in self.cases]
-        after = []
-        for case, width in zip(self.cases, self._half_widths(self.fitted), strict=True):
-            after.append(predict_case(case, self.fitted, width=float(width)))
-        columns: dict[str, Any] = {"run": [row.row_id for row in self.rows]}
-        columns["measured_sec_per_it"] = seconds
-        for name, predictions in (("predicted", before), ("recalibrated", after)):
-            predicted = np.array([p.sec_per_it for p in predictions])
-            columns[f"{name}_sec_per_it"] = predicted
-            columns[f"{name}_over_measured"] = predicted / seconds
-            columns[f"{name}_half_width"] = [p.sec_hi / p.sec_per_it - 1 for p in predictions]
+        after = [predict_case(case, self.fitted) for case in self.cases]
+        columns = {
+            "run": [row.row_id for row in self.rows],
+            "measured_sec_per_it": self._seconds,
+            "predicted_sec_per_it": [p.sec_per_it for p in before],
+            "recalibrated_sec_per_it": [p.sec_per_it for p in after],
+            "recalibrated_half_width": np.expm1(self._half_widths(self.fitted)),
+            "measured_gib": [row.memory_bytes / 2**30 for row in self.rows],
+            "predicted_gib": [p.memory_bytes / 2**30 for p in before],
+        }
         table = pd.DataFrame(columns)
-        table["measured_gib"] = [row.memory_bytes / 2**30 for row in self.rows]
-        table["predicted_gib"] = [p.memory_bytes / 2**30 for p in before]
+        for name in ("predicted", "recalibrated"):
+            ratio = table[f"{name}_sec_per_it"] / table["measured_sec_per_it"]
+            table[f"{name}_over_measured"] = ratio
         return table.assign(gib_over_measured=table["predicted_gib"] / table["measured_gib"])
 
     def _repr_html_(self) -> str:
