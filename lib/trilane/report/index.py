@@ -1,14 +1,14 @@
 """The index of a study."""
 
-from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import jinja2
+import pandas as pd
 
 from trilane.report.html import DATA, POLICY, read_notebook, state, title
 from trilane.utils.files import replace_text
 from trilane.utils.folder_lock import FolderLock
-from trilane.utils.tables import Html, short
+from trilane.utils.tables import Html, short, show
 from trilane.workspace.installation import stamp
 from trilane.workspace.status import known_status
 from trilane.workspace.study import Study
@@ -30,27 +30,19 @@ def write_index(study: Study) -> Path:
         names = [path.name for path in files if path.suffix in (".json", ".csv")]
         parts = [
             Html.of("<h1>{}</h1>\n<h2>Notebooks</h2>", heading),
-            table(("Question", "Status", "Executed copy"), notebooks),
+            show(
+                pd.DataFrame(
+                    notebooks, columns=["Question", "Status", "Executed copy"], dtype=object
+                )
+            ),
             Html("<h2>Runs</h2>"),
-            table(("Run", "Status", "Evidence", "Files"), runs),
+            show(pd.DataFrame(runs, columns=["Run", "Status", "Evidence", "Files"], dtype=object)),
             Html("<h2>Results</h2>"),
             Html.of("<p>{}</p>", Html.joined(" · ", [Html.link(name, name) for name in names])),
         ]
         body = Html.joined("\n", parts)
         page = {"css": css, "body": body, "policy": Html(POLICY), "title": heading}
         return replace_text(study.folder / "index.html", template.render(page, stamp=stamp()))
-
-
-def table(heads: Sequence[str], rows: Iterable[Iterable[object]]) -> Html:
-    """A table of texts and Html."""
-    head = Html.joined("", [Html.of('<th class="text">{}</th>', text) for text in heads])
-    lines = []
-    for row in rows:
-        cells = Html.joined("", [Html.of('<td class="text">{}</td>', cell) for cell in row])
-        lines.append(Html.of("<tr>{}</tr>", cells))
-    body = Html.joined("\n", lines)
-    frame = "<table>\n<thead><tr>{}</tr></thead>\n<tbody>\n{}\n</tbody></table>"
-    return Html.of(frame, head, body)
 
 
 def _notebook_row(path: Path) -> list[object]:

@@ -39,19 +39,12 @@ def phases(measurements: Sequence[Measurement]) -> Figure | Text:
 
     Each phase is the sum over the microbatches, which in truth alternate.
     """
-    rows = {}
-    for run in measurements:
-        seconds = measure.phases(run)
-        if seconds:
-            rest = max(run.sec_per_it - sum(seconds.values()), 0.0)
-            rows[run.name] = {**seconds, "covered by no timer": rest}
-    if not rows:
+    rows = {run.name: measure.phases(run) for run in measurements}
+    table = pd.DataFrame(rows).T.dropna(how="all").fillna(0.0)
+    if table.empty:
         return Text("No log has timers of an iteration.")
-    drawn, axes = figure(8.0, 1.2 + 0.3 * len(rows))
-    table = pd.DataFrame(rows).T.fillna(0.0)
-    whole = table.sum(axis=1)
-    share = 100 * table.div(whole, axis=0)
-    share.plot.barh(stacked=True, ax=axes, width=0.62, color=PARTS, ec=INK, lw=0.3)
-    name_rows(axes, [f"{name}, {seconds:.3g} s" for name, seconds in whole.items()])
-    finished(axes, "", xlabel="% of an iteration")
+    drawn, axes = figure(8.0, 1.2 + 0.3 * len(table))
+    table.plot.barh(stacked=True, ax=axes, width=0.62, color=PARTS, ec=INK, lw=0.3)
+    name_rows(axes, table.index)
+    finished(axes, "", xlabel="seconds of an iteration")
     return drawn
