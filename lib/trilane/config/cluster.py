@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trilane.config.options import check, option
+from trilane.config.options import Rules, check, option
 from trilane.utils.tables import Columns, Record
 from trilane.utils.validation import (
     DATA,
@@ -69,6 +69,11 @@ class Gpu:
     def __post_init__(self) -> None:
         require_line("gpu.name", self.name)
         check(self, "gpu.")
+
+    def rules(self) -> Rules:
+        """Its generation has two numbers."""
+        rule = "must be two whole numbers, such as [9, 0]"
+        yield len(self.compute_capability) == 2, "compute_capability", rule
 
     def flops_per_s(self, precision: str) -> float:
         """Peak matmul rate in `precision`; ValueError where the card has no such units."""
