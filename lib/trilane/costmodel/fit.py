@@ -209,10 +209,8 @@ class _Problem:
     ) -> None:
         self.prior = prior
         self.rows = len(cases)
-        self.regimes = []
-        for regime in prior.regimes:
-            if any(regime.applies(c.day, c.topology.gpus) for c in cases):
-                self.regimes.append(regime)
+        days = [(c.day, c.topology.gpus) for c in cases]
+        self.regimes = [r for r in prior.regimes if any(r.applies(*day) for day in days)]
         self.errors = time_errors(cases, np.asarray(measured, float), self.regimes, prior)
         limits = [*BOUNDS.values(), *[FACTOR] * len(self.regimes)]
         self.bounds = (np.log([b.low for b in limits]), np.log([b.high for b in limits]))
@@ -257,10 +255,7 @@ class _Problem:
         left = np.diag(np.linalg.inv(np.eye(len(best)) + effects.T @ effects / misfit**2))
         factors = np.exp(best).tolist()
         by_regime = dict(zip((r.name for r in self.regimes), factors[len(BOUNDS) :], strict=True))
-        regimes = []
-        for regime in self.prior.regimes:
-            factor = by_regime.get(regime.name, regime.factor)
-            regimes.append(replace(regime, factor=factor))
+        regimes = [replace(r, factor=by_regime.get(r.name, r.factor)) for r in self.prior.regimes]
         return replace(
             self.prior,
             **dict(zip(BOUNDS, factors, strict=False)),

@@ -2,6 +2,7 @@
 recomputed.
 """
 
+import functools
 from dataclasses import dataclass
 
 import numpy as np
@@ -80,16 +81,11 @@ def linear_seconds(setting: Setting) -> tuple[Number, Number]:
     """Forward and backward seconds of the four weight matmuls of a layer: QKV, projection, MLP in,
     MLP out.
     """
-    x = setting.columns
-    peak = linear_flops_per_s(setting)
-    m = x.tokens
+    seconds = functools.partial(matmul_seconds, setting=setting, rate=linear_flops_per_s(setting))
+    m = setting.columns.tokens
     forward: Number = 0.0
     backward: Number = 0.0
-
-    def seconds(rows: Number, outputs: Number, inputs: Number) -> Number:
-        return matmul_seconds(rows, outputs, inputs, setting, rate=peak)
-
-    for n, k in x.matrices:
+    for n, k in setting.columns.matrices:
         forward = forward + seconds(m, n, k)
         backward = backward + seconds(m, k, n) + seconds(k, n, m)
     return forward, backward
@@ -256,8 +252,8 @@ def head_seconds(setting: Setting) -> Number:
     m = x.tokens
     h = x.hidden
     n = x.vocab / x.tp
-    products = matmul_seconds(m, n, h, setting) + matmul_seconds(m, h, n, setting)
-    products = products + matmul_seconds(h, n, m, setting)
+    sizes = ((m, n, h), (m, h, n), (h, n, m))
+    products = sum(matmul_seconds(*size, setting) for size in sizes)
     loss = memory_seconds(45 * m * n, setting)
     gradients = accumulation_seconds(x.embedding_parameters, setting)
     return products + loss + gradients + 2 * all_reduce_seconds(setting)

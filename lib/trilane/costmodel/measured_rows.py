@@ -188,7 +188,7 @@ def stack_of(engine: str, attention: str) -> str:
     does.
     """
     for stack, facts in stacks().items():
-        if engine in facts["engines"] or engine.lower() in facts["engines"]:
+        if engine.lower() in facts["engines"]:
             if attention == "fused":
                 return facts.get("later", stack)
             return stack

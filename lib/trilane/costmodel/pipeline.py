@@ -89,27 +89,29 @@ def passes(
 ) -> list[Pass]:
     """Every pass as early as its stage and the passes that it needs allow, in the order of steps().
 
-    A forward pass needs that of the stage before (the first stage: of the last one, a chunk
-    earlier), a backward pass that of the stage after.
+    A microbatch passes forward through all chunks of all stages, then back: each pass needs the one
+    before it on this way.
     """
     p = len(stages)
     queues = [list(steps(i, p, microbatches, chunks)) for i in range(p)]
     done = [0] * p
     free = [0.0] * p
-    ends = dict[tuple[int, Step], float]()
+    ends = dict[tuple[int, int], float]()  # by microbatch and place on its way
     found = [list[Pass]() for _ in stages]
     while any(done[i] < len(queues[i]) for i in range(p)):
         for i in range(p):
             while done[i] < len(queues[i]):
-                step = queues[i][done[i]]
-                needed = _needed(i, step, p, chunks)
-                if needed and needed not in ends:
+                is_forward, microbatch, chunk = queues[i][done[i]]
+                place = chunk * p + i
+                if not is_forward:
+                    place = 2 * p * chunks - 1 - place
+                if place and (microbatch, place - 1) not in ends:
                     break
-                start = max(free[i], ends[needed] if needed else 0.0)
-                share = forward if step[0] else 1 - forward
+                start = max(free[i], ends.get((microbatch, place - 1), 0.0))
+                share = forward if is_forward else 1 - forward
                 free[i] = start + stages[i] * share / chunks
-                ends[i, step] = free[i]
-                found[i].append(Pass(i, *step, start, free[i]))
+                ends[microbatch, place] = free[i]
+                found[i].append(Pass(i, is_forward, microbatch, chunk, start, free[i]))
                 done[i] += 1
     return [step for own in found for step in own]
 
@@ -143,22 +145,3 @@ def _place(number: int, stages: int, chunks: int) -> tuple[int, int]:
         return number, 0
     turn, rest = divmod(number, stages * chunks)
     return turn * stages + rest % stages, rest // stages
-
-
-def _needed(stage: int, step: Step, stages: int, chunks: int) -> tuple[int, Step] | None:
-    """The pass of another stage whose result a pass needs; the last forward pass for the first
-    backward one.
-    """
-    is_forward, microbatch, chunk = step
-    last = stages - 1
-    if is_forward:
-        if stage:
-            return stage - 1, step
-        if chunk:
-            return (last, (True, microbatch, chunk - 1))
-        return None
-    if stage < last:
-        return stage + 1, step
-    if chunk < chunks - 1:
-        return 0, (False, microbatch, chunk + 1)
-    return stage, (True, microbatch, chunk)

@@ -225,12 +225,9 @@ def half_width(case: Configuration, calibration: Calibration, nearest: Support) 
 
     That of the calibration's rows; without any, that of the priors, by how much the time of this
     case depends on each constant. Either widens with the distance from measured rows of the same
-    software, or from the rows of one's own (which a calibration made by hand may leave out: then it
-    keeps its width).
+    software, or from the rows of one's own.
     """
     own = calibration.half_width
-    if calibration.rows and not (calibration.stack or calibration.own):
-        return own
     if calibration.rows == 0 and case.cluster.gpu.kind == "cuda":
         # rows that did not move the constants may still have shown how far these miss
         own = max(own, float(half_widths([case], calibration, calibration)[0]))
