@@ -70,7 +70,7 @@ def test_text_of_a_log_is_no_markup(folder):
     [
         (
             ["table", "empty"],
-            "folder=empty: holds no run: neither plan.json with run.log, nor a training log",
+            "logs=empty: holds no run: neither plan.json with run.log, nor a training log",
         ),
         (["parse", "none.log"], "log=none.log: no such file"),
     ],

@@ -49,7 +49,7 @@ def test_a_folder_of_anybodys_logs_is_gathered(tmp_path, outputs):
     (unread,) = found.unread
     assert unread.startswith(f"log={folder}/notes: holds no iteration line")
     card = collect.measure_runs(Study.open("s"), f"{folder}/a.out", A100).runs[0]
-    assert card.config.card == "A100-80GB" and card.mfu > 0
+    assert card.mfu > 0
     with pytest.raises(ValueError, match="study=s: has no run"):
         collect.measure_runs(Study.open("s"))
     with pytest.raises(ValueError, match=r"logs=.*: no log among them: no such file"):

@@ -36,7 +36,7 @@ def plan_report(
         "mfu": as_json(used),
         "traced": trace.to_json() if trace else None,
     }
-    machine = f"{config.gpus} GPUs ({config.card}) of {plan.cluster.name}"
+    machine = f"{config.gpus} GPUs ({plan.cluster.gpu.name}) of {plan.cluster.name}"
     lines = [
         f"{plan.label}  id {plan.id}  engine {plan.engine}",
         f"model     {shape.parameters / 1e9:.4g} B parameters: {shape.summary()}",

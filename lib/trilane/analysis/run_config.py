@@ -24,7 +24,7 @@ OFF = ("None", "False", "0", "1", "")  # Megatron-DeepSpeed prints [1] for no ex
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
-    """What ran. Where unknown: no shape, 0 for a number, "" for card and precision, one for a
+    """What ran. Where unknown: no shape, 0 for a number, "" for the precision, one for a
     degree of parallelism.
 
     `seq_length` may be known without the shape; `gbs` is sequences per iteration;
@@ -44,7 +44,6 @@ class RunConfig:
     recompute: str = "none"
     interleaving: int = 1
     precision: str = ""
-    card: str = ""
     peak_flops_per_s: float = 0.0
     note: str = ""
 
@@ -55,18 +54,50 @@ def run_config(log: RunLog, plan: Plan | None = None, gpu: Gpu | None = None) ->
     """
     if plan:
         return config_of(plan)
-    return _of_log(log, gpu)
+    tp = whole(log, *NAMES["tp"]) or 1
+    pp = whole(log, *NAMES["pp"]) or 1
+    cp = whole(log, "context_parallel_size") or 1
+    gpus = whole(log, "world_size", "gpus")
+    if not gpus and tp * pp == 1:  # DeepSpeed's own dump counts replicas
+        gpus = whole(log, "deepspeed.world_size")
+    interleaving = 1
+    per_stage = whole(log, "num_layers_per_virtual_pipeline_stage")
+    if per_stage:
+        interleaving = max(1, whole(log, "num_layers") // (pp * per_stage))
+    other = _not_dense(log)
+    # the argument where the log reaches or names it, else the largest printed
+    printed = np.nan_to_num(log.column("global_batch_size")).max(initial=0)
+    config = RunConfig(
+        shape=None if other else _shape(log),
+        note=other and f"no TFLOPs by shape: {other} is no dense decoder's",
+        gpus=gpus,
+        tp=tp,
+        pp=pp,
+        dp=whole(log, "data_parallel_size", "dp") or max(1, gpus // (tp * cp * pp)),
+        mbs=whole(log, *NAMES["mbs"]),
+        gbs=float(max(whole(log, *NAMES["gbs"]), printed)),
+        seq_length=whole(log, "seq_length", "encoder_seq_length"),
+        recompute=_recompute(log),
+        interleaving=interleaving,
+        precision=_precision(log),
+    )
+    if not gpu or gpu.kind != "cuda":
+        return config
+    peak = getattr(gpu, f"{config.precision or 'fp16'}_flops_per_s")
+    return replace(config, peak_flops_per_s=peak)
 
 
 def of_window(config: RunConfig, log: RunLog, counts: np.ndarray) -> RunConfig:
     """The configuration with the batch size and the sequence length of the rows that `counts`
     marks, where it marks any.
     """
+    if not counts.any():
+        return config
     batch = counted(log, "global_batch_size", counts)
-    if batch > 0 and counts.any():
-        config = replace(config, gbs=batch)
     length = counted(log, "seq_length", counts)
-    if length >= 1 and counts.any():
+    if batch > 0:
+        config = replace(config, gbs=batch)
+    if length >= 1:
         shape = config.shape and replace(config.shape, seq_length=int(length))
         config = replace(config, seq_length=int(length), shape=shape)
     return config
@@ -95,50 +126,9 @@ def config_of(plan: Plan) -> RunConfig:
     return RunConfig(
         shape=plan.shape,
         seq_length=plan.shape.seq_length,
-        card=gpu.name,
         peak_flops_per_s=peak,
         **{name: getattr(topology, name) for name in names},
     )
-
-
-def _of_log(log: RunLog, gpu: Gpu | None) -> RunConfig:
-    tp = whole(log, *NAMES["tp"]) or 1
-    pp = whole(log, *NAMES["pp"]) or 1
-    cp = whole(log, "context_parallel_size") or 1
-    gpus = whole(log, "world_size", "gpus")
-    if not gpus and tp * pp == 1:  # DeepSpeed's own dump counts replicas
-        gpus = whole(log, "deepspeed.world_size")
-    per_stage = whole(log, "num_layers_per_virtual_pipeline_stage")
-    interleaving = 1
-    if per_stage:
-        interleaving = max(1, whole(log, "num_layers") // (pp * per_stage))
-    shape = None
-    note = ""
-    other = _not_dense(log)
-    if other:
-        note = f"no TFLOPs by shape: {other} is no dense decoder's"
-    else:
-        shape = _shape(log)
-    # the argument where the log reaches or names it, else the largest printed
-    printed = np.nan_to_num(log.column("global_batch_size")).max(initial=0)
-    config = RunConfig(
-        shape=shape,
-        note=note,
-        gpus=gpus,
-        tp=tp,
-        pp=pp,
-        dp=whole(log, "data_parallel_size", "dp") or max(1, gpus // (tp * cp * pp)),
-        mbs=whole(log, *NAMES["mbs"]),
-        gbs=float(max(whole(log, *NAMES["gbs"]), printed)),
-        seq_length=whole(log, "seq_length", "encoder_seq_length"),
-        recompute=_recompute(log),
-        interleaving=interleaving,
-        precision=_precision(log),
-    )
-    if not gpu or gpu.kind != "cuda":
-        return config
-    peak = getattr(gpu, f"{config.precision or 'fp16'}_flops_per_s")
-    return replace(config, card=gpu.name, peak_flops_per_s=peak)
 
 
 def _precision(log: RunLog) -> str:

@@ -12,21 +12,22 @@ from trilane.cli.app import GROUPS, Answer, Group, command, note
 from trilane.config.options import option
 from trilane.logs.dialects import use
 from trilane.utils.tables import as_json, csv_text
-from trilane.utils.validation import require, require_folder
+from trilane.utils.validation import require_folder
 
 logs = Group("logs", help=GROUPS["logs"])
 LOGS = option(argument="LOGS...")
 DIALECT = option((), "how your trainer prints its iterations (JSON); repeatable", metavar="FILE")
 
 
-def exit_code(unread: Sequence[str], runs: Sequence[Measurement]) -> int:
-    """Print why logs could not be read; 1 where some, 0 where all could; ValueError where none
-    could.
-    """
-    if unread and not runs:
-        raise ValueError(unread[0])
-    note(unread)
-    return int(bool(unread))
+def read(paths: Sequence[Path]) -> tuple[list[Measurement], list[str]]:
+    """The runs, and why other files hold none; ValueError where no file holds a run."""
+    runs, unread = measure_all(paths)
+    if not runs:
+        rule = f"logs={paths[0]}: holds no run: neither plan.json with run.log, nor a training log"
+        raise ValueError([*unread, rule][0])
+    if unread:
+        note([f"left_out={len(unread)}: files without a run, the first: {unread[0]}"])
+    return runs, unread
 
 
 @command(logs)
@@ -39,9 +40,9 @@ def parse(
     Where logs cannot be read: exit code 2 if none of them, 1 if some.
     """
     use(dialect)
-    runs, unread = measure_all(logs)
-    code = exit_code(unread, runs)
-    return Answer({"runs": [run.to_json() for run in runs]}, parse_text(runs), code)
+    runs, unread = read(logs)
+    values = {"runs": [run.to_json() for run in runs]}
+    return Answer(values, parse_text(runs), int(bool(unread)))
 
 
 @command(logs)
@@ -55,33 +56,23 @@ def table(
     """
     use(dialect)
     require_folder("folder", folder)
-    runs, bad = measure_all([folder])
-    if bad:
-        note([f"left_out={len(bad)}: files that --json names, the first: {bad[0]}"])
-    rule = "holds no run: neither plan.json with run.log, nor a training log"
-    require(bool(runs), "folder", folder, rule)
+    runs, unread = read([folder])
     rows = frame(runs, folder)
-    values = {"folder": str(folder), "rows": rows.to_dict("records"), "left_out": bad}
+    values = {"folder": str(folder), "rows": rows.to_dict("records"), "left_out": unread}
     return Answer(as_json(values), csv_text(rows) if csv else markdown(rows))
 
 
 @command(logs)
 def compare(
-    a: tuple[str, ...] = option(argument="A..."),
-    b: tuple[str, ...] = option(
+    a: tuple[Path, ...] = option(argument="A..."),
+    b: tuple[Path, ...] = option(
         help="a log or run folder of the other variant; repeatable", name="with", metavar="B"
     ),
 ) -> Answer:
     """Print whether the runs of B are faster than those of A: logs or run folders of
     two variants.
     """
-    sides = []
-    for paths in (a, b):
-        runs, unread = measure_all(paths)
-        if unread:
-            raise ValueError(unread[0])
-        sides.append(runs)
-    return Answer.of(comparison.compare(*sides))
+    return Answer.of(comparison.compare(read(a)[0], read(b)[0]))
 
 
 @command(logs)
@@ -91,8 +82,8 @@ def spikes(logs: tuple[Path, ...] = LOGS) -> Answer:
 
     Where logs cannot be read: exit code 2 if none of them, 1 if some.
     """
-    runs, unread = measure_all(logs)
-    code = exit_code(unread, runs)
+    runs, unread = read(logs)
     records = [training_record(group) for group in trainings([run.log for run in runs])]
     text = "\n".join(map(training_text, records))
-    return Answer(as_json({"trainings": records}), text or "no log holds an iteration", code)
+    values = as_json({"trainings": records})
+    return Answer(values, text or "no log holds an iteration", int(bool(unread)))
