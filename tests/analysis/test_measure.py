@@ -42,7 +42,7 @@ def log(iterations=20, arguments=None, timers=None, name="a.log", first=1, step=
 
 
 def counted(this, **how):
-    return this.iterations["iteration"][steady_state(this, **how).counts].tolist()
+    return this.iterations["iteration"][steady_state(this, **how)[0]].tolist()
 
 
 def test_the_warm_up_does_not_count_but_at_most_half_of_the_lines_are_warm_up():

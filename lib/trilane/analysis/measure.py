@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from trilane.analysis.run_config import RunConfig, counted, of_window, run_config, whole
-from trilane.analysis.steady_state import WARM_UP, SteadyState, steady_state
+from trilane.analysis.steady_state import WARM_UP, steady_state
 from trilane.config.cluster import Gpu
 from trilane.config.plan import Plan, read_plan
 from trilane.logs.checks import median, of_card
@@ -70,7 +70,7 @@ class Measurement(Record):
     nor plan has a value.
 
     config          what ran; its `gbs` is that of the window
-    window          which iterations count (see steady_state), `iterations` how many
+    iterations      how many count (see steady_state); `left_out` others, by reason
     sec_per_it      their median
     tokens_per_s    of the whole job
     flops_per_s     per GPU by definition (rates, and `printed` where the log has it)
@@ -81,7 +81,7 @@ class Measurement(Record):
     name: str
     log: RunLog
     config: RunConfig
-    window: SteadyState
+    left_out: dict[str, int]
     plan: Plan | None = None
     iterations: int
     sec_per_it: float
@@ -126,7 +126,7 @@ class Measurement(Record):
         causes = [*log.collectives, *log.notes]
         if self.status is not Status.COMPLETED:
             causes.insert(0, log.evidence)
-        left_out = [f"{number} ({reason})" for reason, number in self.window.left_out.items()]
+        left_out = [f"{number} ({reason})" for reason, number in self.left_out.items()]
         return row | {
             "memory_gib": self.memory_bytes / 2**30,
             "sec_per_it": self.sec_per_it,
@@ -160,7 +160,7 @@ class Measurement(Record):
             **self.row(),
             **{name: getattr(self.log, name) for name in names},
             "iterations_counted": self.iterations,
-            "left_out": self.window.left_out,
+            "left_out": self.left_out,
             "tflops": {name: rate / 1e12 for name, rate in self.flops_per_s.items()},
             "validation": self.log.validation.to_dict("records"),
             "notes": [note for note in notes if note],
@@ -188,8 +188,7 @@ def measure_log(
     `gpu` is the card where neither plan nor log names it.
     """
     config = run_config(log, plan, gpu)
-    window = steady_state(log, config.gbs, config.seq_length)
-    counts = window.counts
+    counts, left_out = steady_state(log, config.gbs, config.seq_length)
     config = of_window(config, log, counts)
     times = log.column("sec_per_it")
     seconds = median(times[counts]) if counts.any() else mean_seconds(log)
@@ -211,7 +210,7 @@ def measure_log(
         name=name or log.source.name,
         log=replace(log, problems=(*log.problems, *problems)),
         config=config,
-        window=window,
+        left_out=left_out,
         plan=plan,
         iterations=int(counts.sum()),
         sec_per_it=seconds,

@@ -63,10 +63,10 @@ def find_spikes(curve: Curve) -> list[Event]:
     drops, rises so slow that the median of the last WINDOW lines follows them (unless they stay: a
     divergence), and what a restart changed (see find_breaks).
     """
-    loss = list(_spikes(curve, "lm_loss", "loss spike", LOSS_SPIKE))
-    norm = list(_spikes(curve, "grad_norm", "grad norm spike", NORM_SPIKE))
-    divergence = _divergence(curve, loss)
-    return sorted([*loss, *norm, *divergence], key=lambda event: event.iteration)
+    loss = _spikes(curve, "lm_loss", "loss spike", LOSS_SPIKE)
+    norm = _spikes(curve, "grad_norm", "grad norm spike", NORM_SPIKE)
+    events = [*loss, *norm, *_divergence(curve)]
+    return sorted(events, key=lambda event: event.iteration)
 
 
 def _spikes(curve: Curve, name: str, kind: str, least: float) -> Iterator[Event]:
@@ -88,22 +88,17 @@ def _spikes(curve: Curve, name: str, kind: str, least: float) -> Iterator[Event]
         yield _event(kind, iteration[i], iteration[peak], level[i], x[peak], recovered)
 
 
-def _divergence(curve: Curve, spikes: Sequence[Event]) -> list[Event]:
-    """The level at the end exceeds the best one by 10 %."""
+def _divergence(curve: Curve) -> list[Event]:
+    """The level at the end exceeds the lowest one before by 10 %; not of a short log."""
     iteration, x = _logarithms(curve, "lm_loss")
-    if len(x) < 2 * LEAST:
+    if len(x) < 2 * WINDOW:
         return []
-    width = min(WINDOW, len(x) // 2)
-    smooth = pd.Series(x).rolling(width).median().to_numpy()
+    smooth = pd.Series(x).rolling(WINDOW).median().to_numpy()
     best = int(np.nanargmin(smooth))
-    # variance of the difference of two medians: pi / width
-    noise = baseline(x)[1][-1] * math.sqrt(math.pi / width)
-    if smooth[-1] - smooth[best] <= max(DIVERGENCE, SIGMAS * noise):
+    if smooth[-1] - smooth[best] <= DIVERGENCE:
         return []
-    lasting = [event.iteration for event in spikes if event.recovered is None]
-    start = [*lasting, iteration[best]][0]
     peak = best + int(np.argmax(x[best:]))
-    return [_event("divergence", start, iteration[peak], smooth[best], x[peak])]
+    return [_event("divergence", iteration[best], iteration[peak], smooth[best], x[peak])]
 
 
 def _event(

@@ -1,7 +1,6 @@
 """Steady state: which iterations of a run count, and which are left out for what reason."""
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator
 
 import numpy as np
 
@@ -12,18 +11,11 @@ WARM_UP = 5  # iterations left out at the start: allocation, first use of each k
 SMALLER = 0.03
 
 
-@dataclass(frozen=True, kw_only=True)
-class SteadyState:
-    """`counts` marks the rows of the log's iterations that count, (rows,); `left_out` has how many
-    do not, by the reason.
-    """
-
-    counts: np.ndarray
-    left_out: Mapping[str, int]
-
-
-def steady_state(log: RunLog, gbs: float = 0, seq_length: float = 0) -> SteadyState:
-    """The iterations that show how fast the run is at its full batch size and sequence length.
+def steady_state(
+    log: RunLog, gbs: float = 0, seq_length: float = 0
+) -> tuple[np.ndarray, dict[str, int]]:
+    """The iterations that show how fast the run is at its full batch size and sequence length, as a
+    mark for each row of the log's iterations, (rows,); and how many others there are, by reason.
 
     `gbs` and `seq_length` are the full ones; 0 unknown: the largest printed. Only they count,
     however few: a ramp-up or a curriculum is a short part of a training, and predictions and TFLOPs
@@ -37,14 +29,13 @@ def steady_state(log: RunLog, gbs: float = 0, seq_length: float = 0) -> SteadySt
     """
     counts = np.isfinite(log.column("sec_per_it"))
     if not len(counts):
-        return SteadyState(counts=np.zeros(len(log.iterations), bool), left_out={})
+        return np.zeros(len(log.iterations), bool), {}
     left_out = {"no time printed": int((~counts).sum())}
     for reason, is_unsteady in _reasons(log, gbs, seq_length):
         if (counts & ~is_unsteady).any():
             left_out[reason] = int((counts & is_unsteady).sum())
             counts = counts & ~is_unsteady
-    left_out = {reason: number for reason, number in left_out.items() if number}
-    return SteadyState(counts=counts, left_out=left_out)
+    return counts, {reason: number for reason, number in left_out.items() if number}
 
 
 def _reasons(log: RunLog, gbs: float, seq_length: float) -> Iterator[tuple[str, np.ndarray]]:

@@ -82,7 +82,7 @@ def compare_studies(here: Study, names: str = "") -> StudyComparison:
         runs[name] = MeasuredRuns(runs=tuple(map(measure, study.run_folders())))
         try:
             facts[name] = _facts(study, runs[name])
-        except (LookupError, TypeError, AttributeError, NotImplementedError):
+        except (LookupError, TypeError, AttributeError):
             raise ValueError(f"study={name}: a result file of it is damaged") from None
         here.read |= {f"{name}/{file}": key for file, key in study.read.items()}
     return StudyComparison(facts=facts, runs=runs)
