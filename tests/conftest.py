@@ -2,15 +2,19 @@
 that train.
 """
 
+import contextlib
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 import pytest
 import slurm_cluster
-from support import known_machine, uncounted
+from support import REPOSITORY, known_machine, uncounted
+
+from trilane.report import notebook
+from trilane.workspace.study import Study
 
 if TYPE_CHECKING:
     from pool import WorkerPool
@@ -112,3 +116,37 @@ def pool() -> Iterator["WorkerPool"]:
 
     with engine_pool() as workers:
         yield workers
+
+
+# The notebooks of a study of 200 billion parameters on 384 GPUs, and their parameters.
+BIG: list[tuple[str, dict[str, Any]]] = [
+    ("01_sizing", {"choose": "target", "tokens": "366e9"}),
+    ("02_topology", {}),
+    ("04_analyze", {"logs": "docs/examples/logs", "cluster": "jz-a100-80g"}),
+    ("05_diagnose", {"dumps": "docs/examples/dumps"}),
+    ("06_backtest", {}),
+    (
+        "07_calendar",
+        {
+            "start": "2027-03-01",
+            "deadline": "2027-09-01",
+            "allocation": 1.5e6,
+            "price": 1.5,
+            "runs": 1000,
+            "tokens": 366e9,
+        },
+    ),
+    ("08_decision", {}),
+]
+
+
+@pytest.fixture(scope="session")
+def big(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of that study, from its size to its decision."""
+    outputs = known_machine(tmp_path_factory.mktemp("big"))
+    place = {**uncounted(), "TRILANE_OUTPUTS": str(outputs)}
+    with mock.patch.dict(os.environ, place, clear=True), contextlib.chdir(REPOSITORY):
+        study = Study.create("big")
+        for name, given in BIG:
+            notebook.run(name, study, **given)
+    return study.folder

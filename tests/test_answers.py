@@ -21,7 +21,6 @@ from support import REPOSITORY
 from trilane.cli.app import main
 from trilane.report import notebook
 from trilane.report.plots.style import MIME
-from trilane.workspace.study import Study
 
 PUBLIC = Path(os.environ.get("TRILANE_PUBLIC_LOGS", "/nonexistent"))
 BLOOM = "--shape 70,14336,112,2048,250880 --cluster jz-a100-80g --gpus 384 --gbs 2048"
@@ -82,25 +81,6 @@ CASES = {
     ],
     "hangs": ["debug hang docs/examples/dumps --tp 2 --pp 2 --dp 2"],
 }
-# A notebook, and its parameters, as they go on from one to the next.
-NOTEBOOKS: list[tuple[str, dict[str, Any]]] = [
-    ("01_sizing", {"choose": "target", "tokens": "366e9"}),
-    ("02_topology", {}),
-    ("04_analyze", {"logs": "docs/examples/logs", "cluster": "jz-a100-80g"}),
-    ("05_diagnose", {"dumps": "docs/examples/dumps"}),
-    ("06_backtest", {}),
-    (
-        "07_calendar",
-        {
-            "start": "2027-03-01",
-            "deadline": "2027-09-01",
-            "allocation": 1.5e6,
-            "price": 1.5,
-            "runs": 1000,
-        },
-    ),
-    ("08_decision", {}),
-]
 LOGS = sorted(PUBLIC.glob("*.out"))
 
 
@@ -194,12 +174,9 @@ def gather(value: Any, into: dict[str, list[float]], name: str = "", is_data: bo
 
 
 @pytest.mark.slow
-def test_the_notebooks_show_the_numbers_that_were_recorded(
-    outputs: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(REPOSITORY)
-    study, found = Study.create("pages"), dict[str, Any]()
-    for name, given in NOTEBOOKS:
-        notebook.run(name, study, **given)
-        found[name] = [*filter(None, shown(study.folder / f"{name}.ipynb"))]
+@pytest.mark.xdist_group("demo")
+def test_the_notebooks_show_the_numbers_that_were_recorded(big: Path) -> None:
+    found = {}
+    for path in sorted(big.glob("*.ipynb")):
+        found[path.stem] = [*filter(None, shown(path))]
     compare("notebooks", found)
