@@ -101,20 +101,18 @@ def shape_of_config(values: Mapping[str, Any], seq_length: int = 0) -> ModelShap
 class Family:
     """One class of models in transformers.
 
-    model        the class; `base` names its decoder, `layers` the list of layers in it
+    model        the class
     fields       field of a shape -> the values that such models have, as text, each with the keys
                  that a configuration has then
     sizes        field or property of a shape -> key of the configuration
     dropout      key of the configuration -> field of a plan's dropout
-    names        canonical name, without the layer, `.weight` and `.bias` -> theirs; several for
-                 parts that are apart
+    names        canonical name, {} for the layer, without `.weight` and `.bias` -> theirs; several
+                 for parts that are apart
     by_group     whether queries, keys and values are in the canonical order, not kind after kind
     transposed   whether linear layers hold (in, out)
     """
 
     model: str
-    base: str
-    layers: str
     fields: Mapping[str, Mapping[str, Mapping[str, object]]]
     sizes: Mapping[str, str]
     names: Mapping[str, str]
@@ -139,17 +137,11 @@ class Family:
         return values
 
     def their_names(self, name: str) -> list[str]:
-        """Their names of the canonical parameter `name`; ValueError where they have none."""
-        if name == "output_layer.weight":
-            return ["lm_head.weight"]
+        """Their names of the canonical parameter `name`."""
         part, _, end = name.rpartition(".")
-        prefix = self.base
-        match = re.fullmatch(r"decoder\.layers\.(\d+)\.(.+)", part)
-        if match:
-            prefix = f"{self.base}.{self.layers}.{match[1]}"
-            part = match[2]
-        require(part in self.names, "parameter", name, f"{self.model} has none")
-        return [f"{prefix}.{theirs}.{end}" for theirs in self.names[part].split()]
+        layer = re.findall(r"\.(\d+)\.", part)
+        theirs = self.names[re.sub(r"\.\d+\.", ".{}.", part)]
+        return [f"{word.format(*layer)}.{end}" for word in theirs.split()]
 
 
 @functools.cache
