@@ -36,7 +36,7 @@ def log(iterations=20, arguments=None, timers=None, name="a.log", first=1, step=
         }
     )
     return RunLog(
-        source=Path(name), iterations=table, memory=pd.DataFrame(), status="completed", evidence="",
+        source=Path(name), iterations=table, status="completed", evidence="",
         dialect="megatron-lm", arguments=arguments or {}, timers=pd.DataFrame(timers or {}),
     )  # fmt: skip
 

@@ -108,7 +108,7 @@ def test_memory_timers_and_arguments_are_read(tmp_path):
         "a_method_that_is_long": None,
     }
     assert {name: log.arguments[name] for name in expected} == expected
-    assert list(log.memory["max_allocated"]) == [9.25 * 2**30]
+    assert log.memory["max_allocated"] == 9.25 * 2**30
     assert log.timers["forward-compute"].tolist()[0] == 0.14803
     assert log.timers["optimizer"].iloc[1] == 0.02
 

@@ -107,10 +107,10 @@ def test_memory_and_loss_are_those_of_the_ranks_that_have_them(tmp_path):
         for r in (0, 8)
     )
     (log,) = runs(tmp_path, text)
-    assert (list(log.memory["rank"]), list(log.iterations["lm_loss"])) == ([0, 8], [5.0, 5.0])
+    assert list(log.iterations["lm_loss"]) == [5.0, 5.0]
     report = "[Rank {}] (after 1 iterations) memory (MB) | allocated: 1.0 | max allocated: {}.5 | reserved: 3.0"
     (log,) = runs(tmp_path, m2021(1) + report.format(1, 10) + report.format(0, 20) + "\n")
-    assert list(log.memory["max_allocated"] / 2**20) == [20.5, 10.5]
+    assert log.memory["max_allocated"] / 2**20 == 20.5
 
 
 PREFIXES = ["jz-a100-3: ", " 3: ", "[rank3]:", "[1,3]<stdout>:", "[pod/train-3/main] "]

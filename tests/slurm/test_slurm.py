@@ -344,7 +344,7 @@ def test_one_task_for_each_process_trains_saves_at_the_signal_and_is_found_by_it
         folder
     )
     log = read_log(folder / "run.log")
-    assert len(log.iterations) == LONG and set(log.memory["rank"]) == {0, 1, 2, 3}
+    assert len(log.iterations) == LONG and "max_allocated" in log.memory
     calls, code = (tmp_path / "calls").read_text(), next((folder / "code").iterdir())
     start = f"exec --nv --bind {folder} --pwd {folder} --bind {code} {tmp_path}/image.sif bash"
     assert calls.count(start) >= 4 and calls.count("exec python -m trilane_engine plan.json") == 4

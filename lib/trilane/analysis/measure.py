@@ -205,7 +205,7 @@ def measure_log(
     if not config.precision:
         peak *= 2.0  # the rate may be of 8 bits, twice that of 16
     problems = of_card(counted(log, "flops_per_s_per_gpu", counts), computed.values(), peak)
-    memory = log.memory.reindex(columns=["max_allocated", "max_reserved"]).max().dropna()
+    reserved = log.memory.get("max_reserved", math.nan)
     return Measurement(
         name=name or log.source.name,
         log=replace(log, problems=(*log.problems, *problems)),
@@ -217,7 +217,7 @@ def measure_log(
         tokens_per_s=tokens_per_s or printed_tokens(log, counts, config.gpus),
         flops_per_s={**flops_per_s, **computed},
         mfu=mfu(config, seconds),
-        memory_bytes=float(memory.iloc[0]) if len(memory) else math.nan,
+        memory_bytes=log.memory.get("max_allocated", reserved),
     )
 
 

@@ -32,7 +32,7 @@ COLUMNS = {
     *("lm_loss", "grad_norm", "learning_rate", "loss_scale", "consumed_samples"),
     *("consumed_tokens", "global_batch_size", "seq_length", "samples_per_second"),
     *("tokens_per_second", "tokens_per_gpu_per_second", "flops_per_s_per_gpu", "mfu", "skipped"),
-    *("skipped_total", "nan", "num_zeros", "params_norm", "tokens_per_batch", "rank"),
+    *("skipped_total", "nan", "num_zeros", "params_norm", "tokens_per_batch"),
     *("allocated", "max_allocated", "reserved", "max_reserved", "memory_share"),
 }
 # multiplier and divisor to seconds, bytes, nats or a share; / 1e3 rounds once where x 1e-3 does not

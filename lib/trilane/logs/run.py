@@ -16,7 +16,7 @@ from trilane.logs.reading.lines import lines
 from trilane.logs.reading.reader import Reader
 from trilane.logs.reading.runs import PartialRun
 from trilane.logs.reading.trainer_dicts import number_iterations
-from trilane.logs.table import frame
+from trilane.logs.table import NumericTable
 from trilane.utils.tables import DataFrame, Table, show
 from trilane.utils.validation import shown
 from trilane.workspace.status import Status, known_status
@@ -36,8 +36,8 @@ class RunLog(Table):
     iterations   a row per iteration line: iteration, consumed_samples, sec_per_it, lm_loss,
                  grad_norm, ...; NaN where one is missing (a skipped iteration has no loss)
     validation   a row per evaluation: iteration, lm_loss
-    memory       a row per rank: rank, allocated, max_allocated, reserved, max_reserved, each the
-                 most that the rank ever reported
+    memory       the most bytes that any rank reported: allocated, max_allocated, reserved,
+                 max_reserved
     timers       a row per iteration: iteration, and each timer of the framework
     totals       numbers printed once, such as train_runtime
     status       how it ended; `evidence` is the line that proves it, `rank` the rank that printed
@@ -54,14 +54,14 @@ class RunLog(Table):
     """
 
     source: Path
-    iterations: DataFrame = field(default_factory=frame)
-    validation: DataFrame = field(default_factory=frame)
-    memory: DataFrame = field(default_factory=frame)
+    iterations: DataFrame = field(default_factory=NumericTable().frame)
+    validation: DataFrame = field(default_factory=NumericTable().frame)
+    memory: Mapping[str, float] = field(default_factory=dict)
     status: Status
     evidence: str
     dialect: str = ""
     arguments: Mapping[str, Value] = field(default_factory=dict)
-    timers: DataFrame = field(default_factory=frame)
+    timers: DataFrame = field(default_factory=NumericTable().frame)
     totals: Mapping[str, float] = field(default_factory=dict)
     rank: int | None = None
     hosts: tuple[str, ...] = ()
@@ -149,12 +149,11 @@ def _finish(run: PartialRun, path: Path, notes: tuple[str, ...]) -> RunLog:
         hosts = end.hosts or tuple(filter(None, [place.node]))
         if end.blames_node:
             exclude = excluded(hosts)
-    memory = [row for _, row in sorted(run.memory.items())]
     return RunLog(
         source=path,
         iterations=iterations,
         validation=run.validation.frame(("iteration",)),
-        memory=frame(memory, ("rank",)),
+        memory=run.memory,
         status=status,
         evidence=evidence,
         dialect=" + ".join(sorted(programs.get(name, name) for name in counted)) or "unknown",

@@ -3,7 +3,6 @@
 import math
 from array import array
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
@@ -59,20 +58,16 @@ class NumericTable:
             if name not in self.columns and len(self.columns) < MAX_COLUMNS:
                 self.columns[name] = array("d", [NAN]) * self.rows
 
-    def frame(self, integers: Sequence[str]) -> DataFrame:
-        """A DataFrame that shares its memory with the table, but for the columns `integers`."""
-        return frame(
-            {name: np.frombuffer(column) for name, column in self.columns.items()}, integers
-        )
+    def frame(self, integers: Sequence[str] = ()) -> DataFrame:
+        """A DataFrame that shares its memory with the table, but for the columns `integers`, of
+        which those without gaps become int64.
+        """
+        import pandas as pd
 
-
-def frame(columns: Any = None, integers: Sequence[str] = ()) -> DataFrame:
-    """A DataFrame of columns or rows, of which the columns `integers` without gaps become int64."""
-    import pandas as pd
-
-    table = pd.DataFrame(columns, copy=False)
-    for name in integers:
-        # false for NaN
-        if name in table and (abs(table[name]) < MAX_WHOLE).all():
-            table[name] = np.rint(table[name]).astype(np.int64)
-    return table
+        columns = {name: np.frombuffer(column) for name, column in self.columns.items()}
+        table = pd.DataFrame(columns, copy=False)
+        for name in integers:
+            # false for NaN
+            if name in table and (abs(table[name]) < MAX_WHOLE).all():
+                table[name] = np.rint(table[name]).astype(np.int64)
+        return table

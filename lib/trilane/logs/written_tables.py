@@ -8,7 +8,7 @@ from pathlib import Path
 
 from trilane.logs import endings
 from trilane.logs.run import RunLog, read_logs
-from trilane.logs.table import NAN, frame
+from trilane.logs.table import NAN, NumericTable
 from trilane.utils.validation import read_text, shipped_json
 from trilane.workspace.status import Status
 
@@ -116,12 +116,11 @@ def _run(path: Path, line: int, columns: Sequence[str], cells: Sequence[str]) ->
     is_timed = "time" in numbers or "tflops" in numbers
     if not is_timed and "OOM" not in cells:
         return None
-    measured = {
-        "iteration": NAN,
-        "sec_per_it": numbers.get("time", NAN),
-        "flops_per_s_per_gpu": numbers.get("tflops", NAN) * 1e12,
-    }
-    memory = {"rank": 0, "max_reserved": numbers.get("mem", NAN) * 2**30}
+    iterations = NumericTable()
+    if is_timed:
+        seconds = numbers.get("time", NAN)
+        rate = numbers.get("tflops", NAN) * 1e12
+        iterations.add({"iteration": NAN, "sec_per_it": seconds, "flops_per_s_per_gpu": rate})
     arguments: dict[str, int | float] = {"line": line}
     for name in CHOICES:
         if name in numbers:
@@ -129,8 +128,8 @@ def _run(path: Path, line: int, columns: Sequence[str], cells: Sequence[str]) ->
             arguments[name] = int(value) if value.is_integer() else value
     return RunLog(
         source=path,
-        iterations=frame([measured] if is_timed else []),
-        memory=frame([memory]),
+        iterations=iterations.frame(),
+        memory={"max_reserved": numbers["mem"] * 2**30} if "mem" in numbers else {},
         status=Status.COMPLETED if is_timed else Status.OOM,
         evidence=f"line {line}: {endings.text(' | '.join(cells).encode())}",
         dialect="table",

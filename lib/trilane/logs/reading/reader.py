@@ -11,7 +11,6 @@ from typing import NamedTuple
 
 from trilane.logs import endings
 from trilane.logs.dialects import Dialect, Span, dialects, row_of
-from trilane.logs.prefixes import source
 from trilane.logs.reading import trainer_dicts
 from trilane.logs.reading.facts import LAUNCH, Facts, timers
 from trilane.logs.reading.runs import PartialRun, Runs
@@ -146,7 +145,7 @@ class Reader:
         else:
             reports = dialect.every("memory", line)
             for spans in reports:
-                self._runs.run.add_memory(row_of(spans, line), source(line))
+                self._runs.run.add_memory(row_of(spans, line))
             return bool(reports)
         return True
 

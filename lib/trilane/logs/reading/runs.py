@@ -30,7 +30,7 @@ class PartialRun:
         self.iterations = NumericTable()
         self.timers = NumericTable()
         self.validation = NumericTable()
-        self.memory: dict[int, Row] = {}
+        self.memory: Row = {}
         self.arguments: dict[str, Value] = {}
         self.summary: Row = {}
         self.dialects: Counter[str] = Counter()
@@ -143,16 +143,11 @@ class PartialRun:
         if not self.validation.last("iteration") >= number:
             self.validation.add({"iteration": number, **row})
 
-    def add_memory(self, report: Row, source: float) -> None:
-        """Update the memory of a rank, or of what printed it (NaN: unnamed, counts as 0): the most
-        bytes that it ever reported.
-        """
-        number = report.get("rank", source)
-        if number != number:
-            number = 0.0
-        row = self.memory.setdefault(int(number), {"rank": number})
-        for name, value in report.items():
-            row[name] = max(row.get(name, value), value)
+    def add_memory(self, report: Row) -> None:
+        """Keep the most bytes that any rank reported."""
+        for name in MEMORY:
+            if name in report:
+                self.memory[name] = max(self.memory.get(name, 0.0), report[name])
 
     def add_ending(self, new: Ending) -> None:
         """Add an ending. Of each level and status the first one is kept that the run did not
@@ -194,8 +189,7 @@ class Runs:
         self.step(row, dialect.name, time_s, line, printed_by)
         if self.run.dialects[dialect.name]:
             self.run.first_iteration = dialect.first_iteration
-        if memory := {column: row[column] for column in MEMORY if column in row}:
-            self.run.add_memory(memory, printed_by)
+        self.run.add_memory(row)
 
     def step(self, row: Row, dialect: str, time_s: float, line: bytes, source: float = NAN) -> None:
         """Add an iteration that the rank or process `source` printed at a time: the next of the
