@@ -86,7 +86,7 @@ def test_memory_timers_and_arguments_are_read(tmp_path):
     text = (
         "+ srun bash -c 'python pretrain_gpt.py --num-layers 40 --lr 1e-4 --fp16 --wandb-api-key abc --data-path \"a b\"'\n"
         "------------------------ arguments ------------------------\n"
-        "  hidden_size ..................................... 6144\n  a_method_that_is_long  None\n"
+        "  hidden_size ..................................... 6144\n  a_method_whose_name_is_without_dots  None\n"
         "-------------------- end of arguments ---------------------\n"
         " > padded vocab (size: 50257) with 431 dummy tokens (new size: 50688)\n"
         "[INFO] [config.py:752:print]   zero_optimization_stage ...... 3\n"
@@ -105,7 +105,7 @@ def test_memory_timers_and_arguments_are_read(tmp_path):
     expected |= {
         "deepspeed.zero_optimization_stage": 3,
         "wandb_api_key": "(hidden)",
-        "a_method_that_is_long": None,
+        "a_method_whose_name_is_without_dots": None,
     }
     assert {name: log.arguments[name] for name in expected} == expected
     assert log.memory["max_allocated"] == 9.25 * 2**30

@@ -152,6 +152,9 @@ def test_a_form_that_held_nothing_is_read_once_other_digits_give_it_values(tmp_p
     first = STEP.format(m=0, s=0, ms=0, i=0)
     (log,) = runs(tmp_path, first * 30 + first.replace("step=0", "step=9"))
     assert log.column("iteration").tolist() == [9]
-    dump = "---------------- arguments ----------------\n  hidden_size ......... 64\n  a_name_that_is_long  7\n---------------- end of arguments ----------------\n"
+    dump = "---------------- arguments ----------------\n  hidden_size ......... 64\n  a_method_whose_name_is_without_dots  7\n---------------- end of arguments ----------------\n"
     *_, log = runs(tmp_path, (START + dump * 20 + m2021(1)) * 2)
-    assert (log.arguments["hidden_size"], log.arguments["a_name_that_is_long"]) == (64, 7)
+    assert (log.arguments["hidden_size"], log.arguments["a_method_whose_name_is_without_dots"]) == (
+        64,
+        7,
+    )

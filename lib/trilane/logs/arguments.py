@@ -8,10 +8,9 @@ import re
 from trilane.utils.validation import shipped_json
 
 Value = str | int | float | bool | None
-BEGIN = re.compile(rb"-{6} arguments -{6}")
-END = re.compile(rb"-{6} end of arguments")
 DOTTED = re.compile(rb"^(?:\[\w+\]:|[\w.-]+: )?\s{1,6}([A-Za-z]\w*) \.{2,}+ ?(?!:)(.*)$")
-UNDOTTED = re.compile(rb"^(?:\[\w+\]:|[\w.-]+: )?\s{1,4}([a-z]\w*)\s{2,}(\S.*)$")
+# a long name leaves no room for dots
+UNDOTTED = re.compile(rb"^(?:\[\w+\]:|[\w.-]+: )?\s{1,4}([a-z]\w{30,99})\s{2,}(\S.*)$")
 DEEPSPEED = re.compile(rb"\[config\.py:\d+:print(?:_config)?\]\s+(\w+) (?:\.{2,}|\s) ?(.*)$")
 DEFAULT = re.compile(rb"(?<!\.)\.{3,}(?:updated|default)$")  # which gpt-neox puts behind a value
 TRACE = re.compile(rb"(?:\d+: )?(?:\++ |\s*--[a-z])")
@@ -25,11 +24,9 @@ INFINITY = float("inf")
 
 
 @functools.lru_cache(20_000)  # every rank may print the same dump
-def dumped(line: bytes, inside: bool) -> tuple[str, Value] | None:
-    """The argument in a line `  name ...... value` of a dump; without dots, as for long names, only
-    `inside` one.
-    """
-    if match := DOTTED.match(line) or (UNDOTTED.match(line) if inside else None):
+def dumped(line: bytes) -> tuple[str, Value] | None:
+    """The argument in a line `  name ...... value` of a dump."""
+    if match := DOTTED.match(line) or UNDOTTED.match(line):
         return _pair(match[1], DEFAULT.sub(b"", match[2].rstrip()))
     if match := DEEPSPEED.search(line):
         name, value = _pair(match[1], match[2].strip())

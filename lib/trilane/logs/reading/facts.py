@@ -42,7 +42,6 @@ INSIDE = re.compile(endings.NUMBERS + rb"(?:\s|$)")  # a line of a traceback aft
 PLACE = re.compile(rb"local_rank|host  |nranks|Root Cause|Failures:\s*$|global_rank_m")
 HOST = re.compile(rb"\s*host\s{1,20}: (\S{1,99})\s*$")
 ENTRY = re.compile(rb"rank\s+: (\d{1,9}) \(local_rank: \d{1,4}\)")
-MAX_DUMP = 2000  # lines without an argument close a dump
 MAX_TRACEBACK = 500  # lines
 
 
@@ -50,7 +49,6 @@ class Facts:
     """Parses lines into facts of their run, with the state of facts of several lines."""
 
     def __init__(self) -> None:
-        self.inside = 0  # lines that an open dump of arguments may still have
         self.traceback = 0  # lines that an open traceback may still have
         self._ignored = False  # the exception of an open traceback is one that no caller sees
         # of torchrun's table of failures: the node and the rank of the last entry, and whether it
@@ -74,19 +72,9 @@ class Facts:
 
     def arguments(self, line: bytes, run: PartialRun) -> bool:
         """Read launch arguments; returns whether the line holds any."""
-        if b"arguments" in line:
-            if arguments.END.search(line):
-                self.inside = 0
-                return True
-            if arguments.BEGIN.search(line):
-                self.inside = MAX_DUMP
-                return True
-        if pair := arguments.dumped(line, self.inside > 0):
-            if self.inside:
-                self.inside = MAX_DUMP
+        if pair := arguments.dumped(line):
             run.arguments[pair[0]] = pair[1]
             return True
-        self.inside = max(0, self.inside - 1)
         given = arguments.traced(line)
         sizes = arguments.sizes(line)
         if given or sizes:

@@ -51,7 +51,7 @@ class Reader:
         for line in lines:
             key = line.translate(DIGITS)
             form = self._forms.get(key)
-            if form is None or self._open or self._facts.traceback or self._facts.inside:
+            if form is None or self._open or self._facts.traceback:
                 form = self._line(line)
                 if form and len(line) <= MAX_FORM:
                     if len(self._forms) > MAX_FORMS:
