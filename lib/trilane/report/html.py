@@ -98,14 +98,11 @@ def _keep_what_is_shown(output: Any, heading: str) -> None:
 
 def without_places(text: str, study: Path) -> str:
     """The text of a study's file without the paths of its machine: outputs, checkout and home go
-    from their front.
+    from the front of others.
     """
     for place in (study, study.parent, checkout(), Path.home()):
         if place and str(place) != "/":
-            # at the beginning of a word, also after an escaped line end in JSON
-            name = re.escape(str(place.absolute()))
-            pattern = rf"(?:(?<![\w.-])|(?<=\\[nrt])){name}(/(?=\S)|(?![\w.-]))"
-            text = re.sub(pattern, lambda match: "" if match[1] else ".", text)
+            text = text.replace(f"{place.absolute()}/", "")
     return text
 
 

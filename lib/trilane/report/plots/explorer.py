@@ -2,6 +2,7 @@
 its schedule.
 """
 
+import json
 from collections.abc import Iterator, Sequence
 from dataclasses import fields
 from typing import Any
@@ -58,18 +59,12 @@ def explorer(found: SearchResult, tokens: float = 0.0) -> Interactive:
         fields=["id"],
         value=[{"id": best["id"]}],
         bind=alt.binding_select(name="picked ", **boxes),
-        # without `nearest`, whose tooltips have no words in Vega-Lite 6.4; the limit has no id
+        # without `nearest`, whose tooltips have no words in Vega-Lite 6.4; axes have no id
         on="click[event.item && event.item.datum.id]",
         clear=False,
         empty=False,
     )
     memory = _bars("Fullest stage's memory (GiB)", "memory", MEMORY)
-    card = found.candidates[0].plan.cluster.gpu.memory_bytes / 2**30
-    if card < 2 * max(row["gib"] for row in rows):
-        row = {"gib": card, "what": f"memory of the card: {card:.4g} GiB"}
-        limit = alt.Chart(alt.Data(values=[row]))
-        limit = limit.mark_rule(color=LIMIT).encode(x="gib:Q", tooltip="what:N")
-        memory = alt.layer(memory, limit)
     times = _bars("Time by part (s an iteration)", "times", TIMES)
     apart: Any = dict.fromkeys(("color", "opacity", "size"), "independent")
     panels = alt.concat(_speed(pick), _numbers(rows), times, memory, columns=2, spacing=20)
@@ -81,8 +76,7 @@ def explorer(found: SearchResult, tokens: float = 0.0) -> Interactive:
         box = alt.binding_select(name=f"{name.upper()} ", **boxes)
         figure = figure.add_params(alt.param(name, value=row["id"], bind=box))
     count = f"{len(rows)} of {found.runnable:,} topologies that can run"
-    words = f"{best['s']} s, {best['label']}, {best['gib']} GiB."
-    text = f"{count}, the best by seconds and memory. The best: {words}"
+    text = f"{count}, by seconds and memory. The best: {labels[0]}, {best['gib']} GiB."
     return Interactive(figure, text, plans=rows)
 
 
@@ -120,16 +114,8 @@ def plan_row(c: Candidate, tokens: float = 0.0) -> Row:
         "memory": [size / 2**30 for size in vars(fullest).values()],
     }
     row |= dict(zip(RUN, zip(*runs_of(schedule), strict=True), strict=True))
-    return {name: rounded(value) for name, value in row.items()}
-
-
-def rounded(value: Any) -> Any:
-    """Numbers with five significant digits: a screen shows no more, and a report stays small."""
-    if isinstance(value, list | tuple):
-        return [rounded(one) for one in value]
-    if isinstance(value, float):
-        return float(f"{value:.5g}")
-    return value
+    # five significant digits: a screen shows no more, and a report stays small
+    return json.loads(json.dumps(row), parse_float=lambda number: float(f"{float(number):.5g}"))
 
 
 def numbers_of(c: Candidate, tokens: float) -> dict[str, str]:
@@ -162,15 +148,13 @@ def runs_of(schedule: PipelineSchedule) -> Iterator[tuple[Any, ...]]:
         kind = "forward" if is_forward else "backward"
         length = passes[0].end - passes[0].start
         starts = np.array([one.start for one in passes])
-        first = 0
-        while first < len(starts):
-            rest = starts[first:] - starts[first]
-            step = float(rest[1]) if len(rest) > 1 else length
-            # how many more passes keep the distance of the first two
-            uneven = np.abs(rest - step * np.arange(len(rest))) > 1e-5 * end
-            count = int(np.argmax(np.append(uneven, True)))
-            yield stage, kind, chunk, first + 1, count, float(starts[first]), length, step
-            first += count
+        first = 1
+        changes = np.flatnonzero(np.abs(np.diff(starts, 2)) > 1e-5 * end)
+        # the pass after a change of distance begins another run
+        for run in np.split(starts, changes + 2):
+            step = float(run[1] - run[0]) if len(run) > 1 else length
+            yield stage, kind, chunk, first, len(run), float(run[0]), length, step
+            first += len(run)
     ending = {"data parallel": schedule.data_parallel, "optimizer": schedule.optimizer}
     for kind, seconds in ending.items():
         for stage in range(len(schedule.stage_seconds) if seconds > 0 else 0):

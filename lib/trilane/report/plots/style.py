@@ -26,17 +26,15 @@ LOOK = {
 }
 
 
-def figure(
-    width: float = 8.0, height: float = 3.6, rows: int = 1, columns: int = 1
-) -> tuple["Figure", Any]:
-    """An empty figure of rows x columns axes, closed in pyplot so that a notebook shows it once."""
+def figure(width: float = 8.0, height: float = 3.6, columns: int = 1) -> tuple["Figure", Any]:
+    """An empty figure of columns of axes, closed in pyplot so that a notebook shows it once."""
     import matplotlib.pyplot as plt
 
     # loaded within the context below, it would show no figure of the user's own
     plt.switch_backend(plt.get_backend())
     look: Any = LOOK
     with plt.rc_context(look):
-        drawn, axes = plt.subplots(rows, columns, figsize=(width, height), layout="constrained")
+        drawn, axes = plt.subplots(1, columns, figsize=(width, height), layout="constrained")
     plt.close(drawn)
     return drawn, axes
 
