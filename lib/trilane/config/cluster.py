@@ -21,9 +21,7 @@ from trilane.utils.validation import (
 
 PRECISIONS = ("fp32", "fp16", "bf16", "fp8")
 # of a card's name, which tell no cards apart
-COMMON_WORDS = set(
-    ["NVIDIA", "TESLA", "GPU", "SXM", "SXM2", "SXM3", "SXM4", "SXM5", "HBM2", "HBM2E", "HBM3"]
-)
+COMMON_WORD = r"NVIDIA|TESLA|GPU|SXM\d?|HBM\w*"
 
 
 def _rate(help: str, default: Any = dataclasses.MISSING, **facts: Any) -> Any:
@@ -150,5 +148,5 @@ def card_words(name: str) -> set[str]:
     """What a card's name says: "NVIDIA A100-SXM4-80GB" and "A100-80GB" are one card, "A100" may be
     either size.
     """
-    words = {word.removesuffix("GB") for word in re.split(r"[\s_-]+", name.upper()) if word}
-    return words - COMMON_WORDS
+    words = re.findall(r"[^\s_-]+", name.upper())
+    return {word.removesuffix("GB") for word in words if not re.fullmatch(COMMON_WORD, word)}

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from trilane.config.batch_rampup import Ramp
 from trilane.config.options import Rules, check, option
-from trilane.utils.validation import require, require_path, require_positive
+from trilane.utils.validation import require, require_path
 
 Ranges = tuple[tuple[int, int], ...]  # (first, last) of each, both left out
 
@@ -19,12 +19,12 @@ class Part:
     """One source of a blend."""
 
     source: str = option(help="as in data.source")
-    weight: float = option(help="its share of the samples, relative to the other weights")
+    weight: float = option(help="its share of the samples, relative to the other weights", above=0)
 
     def __post_init__(self) -> None:
         require(self.source != "blend", "data.blend", self.source, "a blend cannot hold another")
         require_path("data.blend", self.source)
-        require_positive(f"data.blend weight of {self.source}", self.weight)
+        check(self, "data.blend.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +58,7 @@ class Data:
         share = r" *[0-9]{1,9}(\.[0-9]{1,9})? *"
         ok = not self.split or re.fullmatch(f"{share}(,{share}){{1,2}}", self.split) is not None
         rule = 'must be shares of training (above 0), validation and test, such as "949,50,1"'
-        yield ok and float((self.split or "1").split(",")[0]) > 0, "split", rule
+        yield ok and float(self.split.partition(",")[0] or 1) > 0, "split", rule
         count = len(self.blend)
         ok = count > 1 if self.source == "blend" else count == 0
         yield ok, "blend", 'needs source="blend" and at least two sources'
