@@ -69,32 +69,29 @@ class StudyRuns(Table):
         return Html.joined("", [Html.of(template, name, text) for name, text in texts.items()])
 
     @cached_property
-    def findings(self) -> dict[JobFinding, list[str]]:
-        """The findings of the pre-flight check, each with the names of the runs that it is about;
-        completed runs are left out.
-        """
-        names: dict[JobFinding, list[str]] = {}
+    def findings(self) -> dict[str, list[JobFinding]]:
+        """The findings of the pre-flight check by the names of the runs that are not completed."""
+        found = {}
         for run in self.rows:
             if not run.is_completed:
-                for finding in check_job(run.plan, self.site, self.request, Run(run.folder)):
-                    names.setdefault(finding, []).append(run.folder.name)
-        return names
+                place = Run(run.folder)
+                found[run.folder.name] = check_job(run.plan, self.site, self.request, place)
+        return found
 
     def check(self) -> Columns:
-        """The findings as a table: a row for each, with the plans that it is about."""
+        """The findings as a table: a row for each of a run."""
         rows = []
-        for finding, names in self.findings.items():
-            about = ", ".join(names)
-            rows.append((about, finding.level, finding.rule, finding.message, finding.remedy))
+        for name, found in self.findings.items():
+            rows += [(name, *vars(finding).values()) for finding in found]
         if not rows:
-            return Columns({"plans": ["all"], "finding": ["nothing found"]})
-        return Columns.of_rows(("plans", "level", "rule", "finding", "remedy"), rows)
+            return Columns({"run": ["all"], "finding": ["nothing found"]})
+        return Columns.of_rows(("run", "level", "rule", "finding", "remedy"), rows)
 
     def start(self, wanted: bool) -> Columns:
         """Train here (site `local`) or submit the runs neither completed nor active; none where one
         is refused.
         """
-        is_refused = not self.site.is_local and bool(refused([*self.findings]))
+        is_refused = not self.site.is_local and any(map(refused, self.findings.values()))
         rows = []
         for run in progress(self.rows, "runs", "run"):
             job = "not started: dry run"
