@@ -3,7 +3,6 @@
 import csv
 import re
 from collections.abc import Sequence
-from functools import cache
 from pathlib import Path
 
 from trilane.logs import endings
@@ -35,9 +34,7 @@ def read_runs(path: Path | str) -> list[RunLog]:
         lines = read_text(path, "log", LARGEST, "replace").splitlines()
         for header, body in tables(lines, path.suffix):
             columns = [_column(name) for name in header]
-            is_timed = "time" in columns or "tflops" in columns
-            if is_timed and len({*columns} & {*SIZES}) >= 2:
-                runs += [_run(path, line, columns, cells) for line, cells in body]
+            runs += [_run(path, line, columns, cells) for line, cells in body]
     return list(filter(None, runs)) or read_logs(path)
 
 
@@ -75,17 +72,13 @@ def _cells(line: str) -> list[str]:
     return [cell.strip() for cell in inner.split("|")]
 
 
-@cache
-def _known_columns() -> dict[str, str]:
-    names: dict[str, str] = {}
-    for name, words in shipped_json("table_columns").items():
-        names |= dict.fromkeys(words.split(), name)
-    return names
-
-
 def _column(header: str) -> str:
     """The name of a column, "" if unknown."""
-    return _known_columns().get(re.sub(r"[^a-z0-9/]", "", header.lower()), "")
+    word = re.sub(r"[^a-z0-9/]", "", header.lower())
+    for name, words in shipped_json("table_columns").items():
+        if word in words.split():
+            return str(name)
+    return ""
 
 
 def number(name: str, text: str) -> float:
@@ -102,8 +95,8 @@ def number(name: str, text: str) -> float:
 
 
 def _run(path: Path, line: int, columns: Sequence[str], cells: Sequence[str]) -> RunLog | None:
-    """A row as a run of one iteration, with the sizes as its arguments; None for a row that neither
-    measured anything nor ran out of memory.
+    """A row as a run of one iteration, with the sizes as its arguments; None for a row with fewer
+    than two sizes, or that neither measured anything nor ran out of memory.
     """
     numbers: dict[str, float] = {}
     for column, text in zip(columns, cells, strict=False):
@@ -114,7 +107,7 @@ def _run(path: Path, line: int, columns: Sequence[str], cells: Sequence[str]) ->
         if name and value > 0:
             numbers.setdefault(name, value)
     is_timed = "time" in numbers or "tflops" in numbers
-    if not is_timed and "OOM" not in cells:
+    if len(numbers.keys() & {*SIZES}) < 2 or not (is_timed or "OOM" in cells):
         return None
     iterations = NumericTable()
     if is_timed:

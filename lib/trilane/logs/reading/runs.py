@@ -44,8 +44,7 @@ class PartialRun:
         self.first_iteration = 1  # what the program calls its first iteration
         self.last_line = b""  # of an iteration
         self.is_nan = False  # the last loss
-        # by dialect, the last iteration and its time
-        self._timed: dict[str, tuple[float, float]] = {}
+        self._timed = (NAN, NAN)  # an iteration and its time
         self.rank = NAN  # that prints the iterations, if known
         self.printed: dict[float, float] = {}  # the last iteration of each source (NaN: not named)
 
@@ -84,21 +83,21 @@ class PartialRun:
             self.iteration = iteration
         self.last_line = line
 
-    def timed(self, row: Row, time_s: float, dialect: str) -> Row:
-        """The row, with seconds per iteration since the last of that dialect, unless it has its
-        own; `time_s` is NaN where the line has no time stamp.
+    def timed(self, row: Row, time_s: float) -> Row:
+        """The row, with seconds per iteration since the last one, unless it has its own; `time_s`
+        is NaN where the line has no time stamp.
         """
         number = row["iteration"]
         if number != number:
             return row
-        last, before = self._timed.get(dialect, (number, NAN))
+        last, before = self._timed
         steps = number - last
         seconds = time_s - before
         # of stamps cut to whole seconds a shorter time is off by up to a tenth; it counts with the
         # next lines
         is_rounded = time_s % 1 == 0 and 0 <= seconds < SHORT_S
-        if dialect not in self._timed or (steps > 0 and not is_rounded):
-            self._timed[dialect] = (number, time_s)
+        if last != last or (steps > 0 and not is_rounded):
+            self._timed = (number, time_s)
         if "sec_per_it" not in row and steps > 0 and seconds > 0 and not is_rounded:
             row["sec_per_it"] = seconds / steps
         return row
@@ -128,6 +127,7 @@ class PartialRun:
         self.iterations = NumericTable()
         self.dialects.clear()
         self.printed.clear()
+        self._timed = (NAN, NAN)
         self.rank = NAN
 
     def add_timers(self, row: Row) -> None:
@@ -171,8 +171,6 @@ class Runs:
     def take(self, row: Row, dialect: Dialect, line: bytes) -> None:
         """Give an iteration of a dialect, all of whose lines were read, to its run."""
         run = self.run
-        if dialect.name == STEPS and not row["iteration"]:  # step 0 is printed at start-up
-            return
         rate = row.pop("iterations_per_second", 0.0)
         if rate > 0:
             row.setdefault("sec_per_it", 1 / rate)
@@ -216,7 +214,7 @@ class Runs:
             return
         if not is_next:
             self.begin()
-        self.run.add(self.run.timed(row, time_s, dialect), dialect, source, line)
+        self.run.add(self.run.timed(row, time_s), dialect, source, line)
 
     def begin(self) -> None:
         """Begin another run, unless the current one has nothing yet."""

@@ -2,12 +2,13 @@
 often not printed.
 """
 
+import contextlib
 import math
 import re
 
 from trilane.logs.prefixes import NAN
 from trilane.logs.reading.runs import PartialRun, Runs
-from trilane.logs.table import Row
+from trilane.logs.table import NumericTable, Row
 
 DICT = re.compile(rb"\{('[^{}]*)\}")
 ENTRY = re.compile(rb"'(\w+)': '?(?:[\w.]+\()?([-+]?[\w.+-]+)'?")  # also tensor(1.25, device=..)
@@ -16,8 +17,6 @@ COLUMNS = {
     "grad_norm": "grad_norm",
     "learning_rate": "learning_rate",
     "epoch": "epoch",
-    "step": "iteration",
-    "total": "train_iters",
 }
 # tqdm's bar, with the time passed; and that of an evaluation or the data, by its description
 BAR = re.compile(rb"(\d{1,15})/(\d{1,15}) \[(?:(\d{1,9}):)?(\d{1,9}):(\d{1,9})<")
@@ -35,24 +34,30 @@ def bar(line: bytes) -> Row:
     if not match or OTHER_BAR.search(line[: match.start()]):
         return {}
     passed = 3600 * int(match[3] or 0) + 60 * int(match[4]) + int(match[5])
-    return {"step": float(match[1]), "total": float(match[2]), "elapsed": float(passed)}
+    return {
+        "iteration": float(match[1]),
+        "train_iters": float(match[2]),
+        "elapsed": float(passed),
+    }
 
 
-def _dicts(line: bytes) -> list[Row]:
-    """The Trainer's dicts in a line, with its names; a progress bar adds `step` and `total`."""
-    every: list[Row] = []
+def _rows(line: bytes) -> list[Row]:
+    """The Trainer's dicts in a line, by our columns, and its summary by its own names; to the first
+    one a progress bar adds its numbers.
+    """
+    rows: list[Row] = []
     for text in DICT.findall(line):
         values: Row = {}
         for name, number in ENTRY.findall(text):
-            try:
+            with contextlib.suppress(ValueError):
                 values[name.decode()] = float(number)
-            except ValueError:
-                continue
-        if "loss" in values or "train_runtime" in values:
-            every.append(values)
-    if every:
-        every[0] |= bar(line)
-    return every
+        if "loss" in values:
+            rows.append({ours: values[name] for name, ours in COLUMNS.items() if name in values})
+        elif "train_runtime" in values:
+            rows.append(values)
+    if rows:
+        rows[0] |= bar(line)
+    return rows
 
 
 class TrainerDicts:
@@ -64,38 +69,35 @@ class TrainerDicts:
 
     def read(self, line: bytes) -> None:
         """Read the dicts of a line."""
-        for values in _dicts(line):
+        for row in _rows(line):
             run = self._runs.run
-            if "loss" not in values:
+            if "lm_loss" not in row:
                 run.dialects["hf-trainer"] += 0
-                run.summary = run.summary or values
+                run.summary = run.summary or row
                 run.last_line = line
                 continue
-            before = {name: run.iterations.last(column) for name, column in COLUMNS.items()}
-            if "step" not in values and self._is_next(before):
-                values = values | self.bar
-            if not _is_copy(values, before):
-                row = {column: values[name] for name, column in COLUMNS.items() if name in values}
-                row.setdefault("iteration", NAN)
-                self._runs.step(row, "hf-trainer", values.get("elapsed", NAN), line)
+            if "iteration" not in row and self._is_next(run.iterations):
+                row |= self.bar
+            elapsed_s = row.pop("elapsed", NAN)
+            if not _is_copy(row, run.iterations):
+                self._runs.step({"iteration": NAN, **row}, "hf-trainer", elapsed_s, line)
 
-    def _is_next(self, before: Row) -> bool:
+    def _is_next(self, before: NumericTable) -> bool:
         """Whether the bar is of the training, and later than the last dict."""
-        if not self.bar or self.bar["total"] != before["total"] == before["total"]:
+        total = before.last("train_iters")
+        if not self.bar or self.bar["train_iters"] != total == total:
             return False
-        return not self.bar["step"] <= before["step"]
+        return not self.bar["iteration"] <= before.last("iteration")
 
 
-def _is_copy(values: Row, before: Row) -> bool:
-    """Whether a dict is another node's or another reporter's copy of the one before, NaN where that
-    lacks a value.
-    """
-    shared = [name for name in COLUMNS if name in values and before[name] == before[name]]
+def _is_copy(row: Row, before: NumericTable) -> bool:
+    """Whether a dict is another node's or another reporter's copy of the one before."""
+    shared = [name for name in row if not math.isnan(before.last(name))]
     for name in shared:
         # LLaMA-Factory's own reporter prints the learning rate with five digits:
         # https://github.com/hiyouga/LLaMA-Factory/blob/main/src/llamafactory/train/callbacks.py
         digits = ".4e" if name == "learning_rate" else ""
-        if format(values[name], digits) != format(before[name], digits):
+        if format(row[name], digits) != format(before.last(name), digits):
             return False
     return bool(shared)
 
