@@ -60,7 +60,7 @@ def test_the_runs_of_a_schedule_are_all_its_passes_and_nothing_else(interleaving
 
 
 def log(rows=30, first=1, **columns):
-    """A log of `rows` iterations of 4 sequences and 3,600 seconds each."""
+    """A log of `rows` iterations of 4 sequences each."""
     at = np.arange(first, first + rows)
     values = {"lm_loss": 3 - at / 100, "grad_norm": 1 + at % 3, "sec_per_it": 3600.0, **columns}
     table = pd.DataFrame({"iteration": at, "consumed_samples": 4 * at})
@@ -68,9 +68,9 @@ def log(rows=30, first=1, **columns):
     return RunLog(source=Path("a.log"), iterations=table, status="completed", evidence="")
 
 
-def test_a_restart_is_marked_over_the_hours_of_the_second_time():
-    curve = join([log(20), log(20, first=11, lm_loss=5.0)])
-    loss, norm = losses.curves({"a": curve}, over="hours").axes
+def test_a_restart_is_marked_over_the_tokens_before_it():
+    curve = join([log(20), log(20, first=11, lm_loss=5.0)], seq_length=32)
+    loss, norm = losses.curves({"a": curve}, over="tokens").axes
     (mark,) = [line for line in loss.lines if line.get_linestyle() == "--"]
-    assert mark.get_xdata()[0] == 11 and loss.get_xlabel() == "hours"
+    assert mark.get_xdata()[0] == 11 * 4 * 32 and loss.get_xlabel() == "tokens"
     assert norm.get_ylabel() == "gradient norm"

@@ -154,15 +154,14 @@ def measure_runs(
 
 
 def measure_path(path: Path | str, gpu: Gpu | None = None) -> list[Measurement]:
-    """The measured runs of a path: one of a run folder, its run.log or its steps.jsonl, those of
-    any other log.
+    """The measured runs of a path: one of a run folder or its run.log, those of any other log.
 
         measure_path("slurm-4711.out")[0].sec_per_it
 
     `gpu` is the card where another log does not name it. Raises ValueError where there is no run.
     """
     path = Path(path)
-    folder = path.parent if path.name in ("run.log", "steps.jsonl") else path
+    folder = path.parent if path.name == "run.log" else path
     if _is_run(folder):
         return [measure(folder)]
     return [measure_log(log, gpu=gpu) for log in read_runs(path)]

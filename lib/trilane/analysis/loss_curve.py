@@ -1,4 +1,4 @@
-"""Curve: the loss of one training over iterations, samples, tokens or hours, its logs joined; its
+"""Curve: the loss of one training over iterations or tokens, its logs joined; its
 level and noise.
 """
 
@@ -63,23 +63,12 @@ class Curve:
     validation: pd.DataFrame = field(default_factory=pd.DataFrame)
 
     def axes(self) -> dict[str, np.ndarray]:
-        """Where each row of `table` is, by iterations, and by samples, tokens and hours where all
-        its rows have them.
-
-        Hours are those that the iterations took: each line's seconds for every iteration since the
-        line before. Left out: the time between two jobs, and what was trained again.
+        """Where each row of `table` is, by iterations, and by tokens where all its rows have
+        them.
         """
-        iteration = self.table["iteration"].to_numpy(float)
-        axes = {"iterations": iteration}
-        for name in ("samples", "tokens"):
-            column = f"consumed_{name}"
-            if column in self.table and self.table[column].notna().all():
-                axes[name] = self.table[column].to_numpy(float)
-        if "sec_per_it" in self.table and self.table["sec_per_it"].notna().any():
-            steps = np.diff(iteration, prepend=iteration[0] - interval(iteration))
-            seconds = self.table["sec_per_it"]
-            seconds = seconds.fillna(seconds.median()).to_numpy(float)
-            axes["hours"] = np.cumsum(seconds * steps) / 3600
+        axes = {"iterations": self.table["iteration"].to_numpy(float)}
+        if "consumed_tokens" in self.table and self.table["consumed_tokens"].notna().all():
+            axes["tokens"] = self.table["consumed_tokens"].to_numpy(float)
         return axes
 
 
@@ -87,7 +76,7 @@ def join(logs: Sequence[RunLog], seq_length: int = 0) -> Curve:
     """One curve of the logs of one training, in the order in which they ran; with `seq_length` its
     tokens follow from its samples where the logs do not print them.
 
-        join([read_log("part1.log"), read_log("part2.log")]).axes()["hours"]
+        join([read_log("part1.log"), read_log("part2.log")]).axes()["tokens"]
 
     A log that begins at an iteration of an earlier log went back to a checkpoint: from there on its
     iterations count. Raises ValueError where no log has an iteration with a number.

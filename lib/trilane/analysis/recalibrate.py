@@ -72,26 +72,20 @@ def _rows(
             reason = "its log does not give shape and topology, or no cluster is given"
             skipped.append(Skipped(row_id=run.name, reason=reason))
             continue
+        # the software that a run's engine, or its log, shows: it selects the prior
+        engine = case.engine or STACKS.get(run.log.dialect, "")
+        if engine and run.log.arguments.get("deepspeed.zero_optimization_stage") == 3:
+            engine = "deepspeed"
         row = MeasuredRow(
             row_id=run.name,
             seconds=run.sec_per_it,
             memory_bytes=run.memory_bytes,
             case=case,
-            stack=stack(run, case),
+            stack=stack_of(engine, case.topology.attention),
             problem="; ".join(map(str, problems)),
         )
         rows.append(row)
     return rows, skipped, ignored
-
-
-def stack(run: Measurement, case: Configuration) -> str:
-    """The software stack that a run's engine, or its log's dialect and arguments, show: it selects
-    the prior.
-    """
-    engine = case.engine or STACKS.get(run.log.dialect, "")
-    if engine and run.log.arguments.get("deepspeed.zero_optimization_stage") == 3:
-        engine = "deepspeed"
-    return stack_of(engine, case.topology.attention)
 
 
 def case_of(run: Measurement, cluster: Cluster | None = None) -> Configuration | None:
@@ -115,9 +109,7 @@ def case_of(run: Measurement, cluster: Cluster | None = None) -> Configuration |
     is_new_megatron = run.log.dialect == "megatron-lm"
     is_fused = given.get("use_flash_attn") is True or is_new_megatron
     zero = given.get("zero_stage", given.get("deepspeed.zero_optimization_stage", 0))
-    precision = config.precision
-    if not precision:
-        precision = "fp16" if cluster.gpu.kind == "cuda" else "fp32"
+    usual = "fp16" if cluster.gpu.kind == "cuda" else "fp32"
     try:
         topology = Topology(
             tp=config.tp,
@@ -129,7 +121,7 @@ def case_of(run: Measurement, cluster: Cluster | None = None) -> Configuration |
             interleaving=config.interleaving,
             zero=zero if isinstance(zero, int) else 0,
             sequence_parallel=given.get("sequence_parallel") is True and config.tp > 1,
-            precision=precision,
+            precision=config.precision or usual,
             attention="fused" if is_fused else "scores",
         )
     except ValueError:

@@ -45,7 +45,7 @@ class Event(Record):
         """Where it begins, how far the value goes, and when it is back."""
         back = "not back at the end of the log"
         if self.recovered is not None:
-            back = f"back at {self.recovered} after {self.recovered - self.iteration} iterations"
+            back = f"back at {self.recovered}"
         worst = f"{self.level:.4g} -> {self.peak:.4g} ({change(self.peak, self.level)})"
         where = f"from iteration {self.iteration}: {worst} at {self.peak_iteration}"
         return f"{self.kind} {where}; {back}"

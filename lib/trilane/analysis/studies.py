@@ -33,9 +33,7 @@ class StudyComparison(Table):
 
     def summary(self) -> Text:
         """How many choices and results differ."""
-        names = Text.joined(", ", [Text.of("{:code}", name) for name in self.facts])
-        words = "**{} choices and results** differ between {}."
-        return Text.of(words, len(self.to_frame()), names)
+        return Text.of("**{} choices and results** differ.", len(self.to_frame()))
 
     def to_frame(self) -> DataFrame:
         """A row for each choice or result that differs: its name, and its value in each study, ""

@@ -25,7 +25,7 @@ FALL = 3.0  # a quantity that changes by this factor has a logarithmic axis
 def curves(trainings: Mapping[str, Curve], over: str = "iterations") -> Figure | Text:
     """Loss, gradient norm and learning rate of the trainings, where their logs have them.
 
-    `over` is iterations, samples, tokens or hours, as far as the logs have them. Strong lines are
+    `over` is iterations, or tokens where the logs have them. Strong lines are
     smoothed over a hundredth of the lines, pale ones as printed; dashed lines are restarts, dots
     validation losses.
     """
