@@ -89,16 +89,14 @@ def test_a_notebook_that_fails_leaves_its_traceback_names_the_cell_and_is_not_do
 def test_a_copy_for_the_lab_has_the_studys_parameters_and_is_never_overwritten(story, outputs):
     study = Study.create("s")
     notebook.run(story, study, tp="8", where="a'b")
-    path, is_new = copy_into(study, story, {"rate": 0.5})
+    path = copy_into(study, story, {"rate": 0.5})
     sources = [cell.source for cell in nbformat.read(path, as_version=4).cells]
     given = {"tp": 8, "where": "a'b", "study": "s", "rate": 0.5}
     namespace = dict[str, object]()
     exec(sources[2], namespace)
-    assert is_new and given.items() <= namespace.items()
+    assert given.items() <= namespace.items()
     path.write_text(path.read_text().replace("speed", "my own words"))
-    assert (
-        copy_into(study, story, {"tp": 1}) == (path, False) and "my own words" in path.read_text()
-    )
+    assert copy_into(study, story, {"tp": 1}) == path and "my own words" in path.read_text()
 
 
 def test_a_resumed_study_runs_again_only_what_is_not_done(story, outputs, capfd):

@@ -48,15 +48,15 @@ def megatron(
 
     What the plan cannot hold goes to stderr.
     """
-    if plan and not read:
+    rule = "give either a plan, or --read FILE"
+    require((plan is None) != (read is None), "plan", plan or "missing", rule)
+    if plan:
         given = read_plan(plan)
         arguments = megatron_args(given, prepare_data(plan) if prepare else ())
         if given.topology.tp > 1 or given.topology.cp > 1:
             # its validate_args() of core 0.16.1 to 0.19.2, before Blackwell
             note(["it needs export CUDA_DEVICE_MAX_CONNECTIONS=1"])
         return Answer({"arguments": arguments}, megatron_text(arguments))
-    if not read or plan:
-        require(False, "plan", plan or "missing", "give either a plan, or --read FILE")
     assert read
     require(bool(cluster), "cluster", "missing", "--read needs the cluster that the plan is for")
     words = read_arguments(read_text(read, "read", MOST_BYTES, "replace"))

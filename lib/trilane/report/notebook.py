@@ -167,27 +167,25 @@ def run_all(study: Study, given: Mapping[str, object], chosen: Sequence[str] = D
 def open_lab(study: Study, given: Mapping[str, Mapping[str, Any]]) -> NoReturn:
     """Become JupyterLab on the study's own copies of notebooks, given with their parameters."""
     for name, values in given.items():
-        path, is_new = copy_into(study, name, values)
-        print(f"{path}: {'new' if is_new else 'kept as it is'}")
+        print(copy_into(study, name, values))
     words = python("-m", "jupyterlab", f"--notebook-dir={study.folder / 'lab'}")
     words.append(f"--LabApp.default_url=/lab/tree/{next(iter(given))}.ipynb")
     # it asks at the terminal whether Ctrl-C shall end it
     replace_by(words, {"TRILANE_OUTPUTS": str(study.folder.parent.absolute())})
 
 
-def copy_into(study: Study, name: str, values: Mapping[str, Any]) -> tuple[Path, bool]:
-    """The study's copy of a notebook to work on by hand, lab/NAME.ipynb, and whether it is new: one
-    that exists stays.
+def copy_into(study: Study, name: str, values: Mapping[str, Any]) -> Path:
+    """The study's copy of a notebook to work on by hand, lab/NAME.ipynb; one that exists stays.
 
     A cell below its parameters sets `values`, and those with which the study ran the notebook.
     """
     path = study.folder / "lab" / f"{name}.ipynb"
     if path.exists():
-        return path, False
+        return path
     executed = _execution(study, name)
     given = {**values, "study": study.name}
     if executed:
         given = {**executed.metadata["papermill"].get("parameters", {}), **given}
     source = load_notebook_node(str(path_of(name)))
     notebook = parameterize_notebook(source, given)
-    return write_text(path, nbformat.writes(notebook) + "\n"), True
+    return write_text(path, nbformat.writes(notebook) + "\n")

@@ -1,13 +1,11 @@
 """Figure of a forecast: the tokens trained over the dates, and what delays it."""
 
-from datetime import date
 from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.dates import AutoDateLocator, ConciseDateFormatter, date2num
 from matplotlib.figure import Figure
 from matplotlib.text import Text
-from matplotlib.ticker import MaxNLocator
 
 from trilane.forecasting.forecast import Forecast
 from trilane.report.plots.style import COLORS, LIMIT, figure, name_rows
@@ -30,16 +28,11 @@ def page(found: Forecast, height: float = 1.35) -> Figure:
     return drawn
 
 
-def _day(day: date) -> float:
-    """A date as matplotlib counts days."""
-    return float(date2num(day))
-
-
 def _fan(axes: Axes, found: Forecast) -> None:
     """Bands from quantile to quantile over their dates; the dot is the run without
     interruptions, the line the end of the deadline's day.
     """
-    start = _day(found.request.start)
+    start = date2num(found.request.start)
     tokens, days = found.fan
     low, lower, median, upper, high = days.T + start
     look: Any = {"color": COLORS[0], "lw": 0}
@@ -53,7 +46,7 @@ def _fan(axes: Axes, found: Forecast) -> None:
     axes.xaxis.set_major_locator(locator)
     axes.xaxis.set_major_formatter(ConciseDateFormatter(locator))
     if found.request.deadline:
-        axes.axvline(_day(found.request.deadline) + 1, color=LIMIT, label="deadline")
+        axes.axvline(date2num(found.request.deadline) + 1, color=LIMIT, label="deadline")
 
 
 def _bars(axes: Axes, found: Forecast, most: int) -> None:
@@ -65,5 +58,5 @@ def _bars(axes: Axes, found: Forecast, most: int) -> None:
     axes.bar_label(bars, [amount(number, 2) for number in days], padding=3, fontsize=8)
     axes.margins(x=0.15)
     axes.set_xlabel("days beyond the iterations")
-    axes.xaxis.set_major_locator(MaxNLocator(4))
+    axes.locator_params(axis="x", nbins=4)
     name_rows(axes, names)

@@ -1,5 +1,6 @@
 """The loss of trainings, with gradient norm and learning rate."""
 
+import itertools
 from collections.abc import Mapping
 from typing import Any
 
@@ -34,20 +35,21 @@ def curves(trainings: Mapping[str, Curve], over: str = "iterations") -> Figure |
         return Text("No log prints a loss.")
     tables = [curve.table for curve in trainings.values()]
     panels = [column for column in PANELS if any(_is_drawn(table, column) for table in tables)]
-    drawn, axes = figure(9.2, 3.4, columns=len(panels))
-    for number, (name, curve) in enumerate(trainings.items()):
+    drawn, _ = figure(9.2, 3.4, columns=len(panels))
+    places = dict(zip(panels, drawn.axes, strict=True))
+    loss = places["lm_loss"]
+    for color, (name, curve) in zip(itertools.cycle(COLORS), trainings.items(), strict=False):
         known = curve.axes()
         require_known("over", over, known)
-        color = COLORS[number % len(COLORS)]
-        for place, column in zip(np.atleast_1d(axes), panels, strict=True):
+        for column, place in places.items():
             if column in curve.table:
                 _draw(place, known[over], curve, column, color)
-        loss = np.atleast_1d(axes)[0]
         loss.plot([], [], color=color, label=plain(name))
-        for held_out in curve.validation.to_dict("records"):
+        held_out = curve.validation
+        if len(held_out):
             at = np.interp(held_out["iteration"], known["iterations"], known[over])
             loss.plot(at, held_out["lm_loss"], "o", color=color, mec="black", ms=4)
-    for place, column in zip(np.atleast_1d(axes), panels, strict=True):
+    for column, place in places.items():
         values = np.concatenate([table[column].dropna() for table in tables if column in table])
         # a linear axis would show little more than the first drop, or the largest spike
         if column != "learning_rate" and values.max() > FALL * values.min() > 0:

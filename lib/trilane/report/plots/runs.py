@@ -1,6 +1,8 @@
 """Figures of measured runs: their time, rates and predictions."""
 
+import itertools
 from collections.abc import Sequence
+from typing import Any
 
 import pandas as pd
 from matplotlib import colormaps
@@ -20,12 +22,9 @@ def seconds_per_iteration(measurements: Sequence[Measurement]) -> Figure | Text:
     if not measurements:
         return Text("No log prints times.")
     drawn, axes = figure(8.0, 3.0)
-    for number, run in enumerate(measurements):
-        color = COLORS[number % len(COLORS)]
-        table = run.log.iterations
-        axes.plot(
-            table["iteration"], table["sec_per_it"], color=color, lw=1.2, label=plain(run.name)
-        )
+    for color, run in zip(itertools.cycle(COLORS), measurements, strict=False):
+        line: Any = {"color": color, "lw": 1.2, "label": plain(run.name), "grid": True}
+        run.log.iterations.plot("iteration", "sec_per_it", ax=axes, **line)
         axes.axhline(run.sec_per_it, color=color, lw=0.8, ls=":")
     # one slow iteration, such as one that saves, would flatten all others
     usual = [float(run.log.iterations["sec_per_it"].quantile(0.95)) for run in measurements]
