@@ -110,7 +110,6 @@ class Topology(Record):
         False,
         "keep the inputs of recomputed layers in host memory",
         label="hostinputs",
-        search=(False,),
     )
     precision: str = _words(
         "of weights and matrix products; in fp8 products alone, all else as in bf16", PRECISIONS
@@ -146,14 +145,13 @@ class Topology(Record):
     )
     # Megatron-LM's --tp-comm-overlap, which needs Transformer Engine
     overlap_tp: bool = option(
-        False, "hide tensor-parallel messages under matmuls", label="overlaptp", search=(False,)
+        False, "hide tensor-parallel messages under matmuls", label="overlaptp"
     )
     # HSDP, MiCS; Megatron-LM has their number, --num-distributed-optimizer-instances
     shards: int = _size(
         "ranks that share states out, replicas between them; 0: all",
         0,
         label="shards{}",
-        search=(0,),
     )
 
     def __post_init__(self) -> None:
