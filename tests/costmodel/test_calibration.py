@@ -107,20 +107,3 @@ def test_a_wrong_calibration_file_is_named(tmp_path, change, message):
     path.write_text(json.dumps(values))
     with pytest.raises(ValueError, match=re.escape(message)):
         shipped.calibration_for(A100, str(path))
-
-
-def test_a_software_stack_has_constants_of_its_own_on_a_cluster(tmp_path):
-    """Those fitted there, those of a JSON file, or what its other clusters share; the cluster's own
-    without a name.
-    """
-    of_rows = shipped.calibration_for(A100)
-    assert of_rows == shipped.default(A100)
-    later, core = (
-        shipped.calibration_for(A100, stack)
-        for stack in ("megatron-deepspeed-2024", "megatron-core")
-    )
-    assert (later.rows, core.rows) == (46, 0) and later != of_rows
-    assert core.reduce_scatter > of_rows.reduce_scatter and core.half_width > of_rows.half_width
-    file = tmp_path / "own.json"
-    file.write_text(json.dumps(calibration.to_json(core)))
-    assert shipped.calibration_for(A100, str(file)) == core

@@ -39,14 +39,6 @@ def test_an_all_reduce_moves_as_often_its_bytes_as_nccl_tests_count(tp: int, fac
     )
 
 
-@pytest.mark.parametrize(("host_s", "waits"), [(0.0, False), (1e-9, False), (1.0, True)])
-def test_a_layer_costs_the_larger_of_gpu_and_host_time(host_s: float, waits: bool) -> None:
-    still = replace(NO_WAITS, launch_s=0.0)
-    time = layer_time(Setting(columns(), A100, replace(still, host_s=host_s)))
-    alone = layer_time(Setting(columns(), A100, replace(still, host_s=0.0))).total
-    assert float(time.total) == pytest.approx(0.75 * host_s if waits else float(alone))
-
-
 def test_a_layer_has_four_all_reduces_and_six_where_it_is_recomputed() -> None:
     """Narayanan et al. 2021, arXiv:2104.04473, section 3.2: two forward, two backward, and the
     forward once more.

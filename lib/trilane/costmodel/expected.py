@@ -5,6 +5,7 @@ The tracer runs the real engine (engine/trace); here is arithmetic alone. Left o
 buckets whose reduction overlaps (NaN), offload, and layers of one's own.
 """
 
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,7 +14,7 @@ import numpy as np
 from trilane.config.engines import has_bf16_optimizer
 from trilane.config.parallelism import Topology
 from trilane.config.plan import Plan
-from trilane.costmodel.columns import SELECTIVE, Columns, columns_of
+from trilane.costmodel.columns import SELECTIVE, Columns, Number, columns_of
 from trilane.costmodel.memory import (
     MemoryConstants,
     activation_bytes_per_layer,
@@ -48,14 +49,8 @@ def compare(plan: Plan, trace: Trace) -> list[dict[str, Any]]:
 
 def traced(stage: TracedStage) -> dict[str, float]:
     """The numbers of a traced stage by the quantities of expected()."""
-    held = 0
-    most_held = 0
-    for step in stage.schedule:
-        if step.kind == "forward":
-            held += 1
-        elif step.kind == "backward":
-            held -= 1
-        most_held = max(most_held, held)
+    held = [{"forward": 1, "backward": -1}.get(step.kind, 0) for step in stage.schedule]
+    most_held = max(itertools.accumulate(held, initial=0))
     chunks = max(len({step.chunk for step in stage.schedule}), 1)
     numbers = {
         "weights": stage.weights_bytes,
@@ -66,7 +61,7 @@ def traced(stage: TracedStage) -> dict[str, float]:
         "in flight": most_held / chunks,
     }
     for c in stage.collectives:
-        numbers[f"{c.kind} {c.group} count"] = float(c.count)
+        numbers[f"{c.kind} {c.group} count"] = c.count
         numbers[f"{c.kind} {c.group} bytes"] = c.bytes
     return numbers
 
@@ -92,26 +87,24 @@ def expected(plan: Plan, stage: int) -> dict[str, float]:
     return {name: float(value) for name, value in numbers.items()}
 
 
-def microbatch_bytes(x: Columns, stage: int, constants: MemoryConstants) -> float:
+def microbatch_bytes(x: Columns, stage: int, constants: MemoryConstants) -> Number:
     """Activations of one microbatch when its backward pass begins; on the last stage with its
     logits.
 
     The compiled loss keeps them in their own precision, any other an fp32 softmax
     (engine/model/fused.py).
     """
-    is_wide = constants.gates or constants.unfused
-    if is_wide:
+    each = x.value_bytes
+    if constants.gates or constants.unfused:
         each = 4 + constants.handed * x.value_bytes
-    else:
-        each = x.value_bytes
     logits = (stage == x.pp - 1) * x.tokens * x.vocab / x.tp * each
     layers = stage_layers_at(x, stage) * activation_bytes_per_layer(x, constants)
     # int64; of a part of the vocabulary a copy and a mask, too
     ids = (stage == 0) * x.tokens * (8 + 9 * (x.tp > 1))
-    return float(layers + end_bytes(x, stage, constants) + logits + ids)
+    return layers + end_bytes(x, stage, constants) + logits + ids
 
 
-def stage_flops(x: Columns, stage: int, constants: MemoryConstants) -> float:
+def stage_flops(x: Columns, stage: int, constants: MemoryConstants) -> Number:
     """FLOPs of a stage: ModelShape.flops_per_iteration() of its part of layers and head, and what
     is computed again.
 
@@ -126,7 +119,7 @@ def stage_flops(x: Columns, stage: int, constants: MemoryConstants) -> float:
     left = constants.unfused * 2 * x.tokens * x.hidden * x.ffn / x.tp
     again = x.recomputed * (linear - left + core) + (x.recompute == SELECTIVE) * core
     head = (stage == x.pp - 1) * 6 * x.tokens * x.embedding_parameters
-    return float(x.microbatches * (layers * (3 * (linear + core) + again) + head))
+    return x.microbatches * (layers * (3 * (linear + core) + again) + head)
 
 
 def messages(plan: Plan, x: Columns, stage: int, constants: MemoryConstants) -> Iterator[Message]:

@@ -43,7 +43,7 @@ def default(cluster: Cluster, stack: str = "") -> Calibration:
         # one layer starts about 90 torch operations forward and backward, and a third more with
         # recomputation
         bound = BOUNDS["launch_s"]
-        launch = min(max(120 * cluster.launch_overhead_s, bound.low), bound.high)
+        launch = float(np.clip(120 * cluster.launch_overhead_s, bound.low, bound.high))
         return Calibration(matmul=0.9, launch_s=launch, half_width=0.4)
     return combined(cluster, stack, _fits())
 
