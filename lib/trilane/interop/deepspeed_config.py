@@ -34,7 +34,6 @@ def deepspeed_config(plan: Plan, *, compiler: bool) -> dict[str, Any]:
         "optimizer": {"type": "AdamW", "params": adam},
         "zero_optimization": _zero(plan),
         **_precision(topology),
-        "wall_clock_breakdown": False,
         "steps_per_print": NEVER,
     }
     if topology.adam != "fused" or not compiler:
@@ -77,13 +76,10 @@ def _zero(plan: Plan) -> dict[str, Any]:
 
 
 def _precision(topology: Topology) -> dict[str, Any]:
-    """fp16 starts at loss scale 2^16. Stage 1 in bf16 with fp32 gradients is DeepSpeed's
+    """fp16 starts at DeepSpeed's loss scale, 2^16. Stage 1 in bf16 with fp32 gradients is its
     BF16_Optimizer.
     """
     if topology.precision == "fp32":
         return {}
     dtype = "fp32" if topology.fp32_gradients else topology.precision
-    sums = {"data_types": {"grad_accum_dtype": dtype}}
-    if topology.precision == "bf16":
-        return {"bf16": {"enabled": True}, **sums}
-    return {"fp16": {"enabled": True, "loss_scale": 0, "initial_scale_power": 16}, **sums}
+    return {topology.precision: {"enabled": True}, "data_types": {"grad_accum_dtype": dtype}}
