@@ -44,7 +44,7 @@ def test_a_folder_of_anybodys_logs_is_gathered(tmp_path, outputs):
     (folder / "a.out").write_text(DUMP + "".join(map(m2021, range(1, 11))) + m2021(1))
     (folder / "notes").write_text("no training here\n")
     found = collect.measure_runs(Study.open("s"), str(folder))
-    assert [m.name for m in found.runs] == ["run", "2 a.out", "3 a.out"]
+    assert [m.name for m in found.runs] == ["1 run", "2 a.out", "3 a.out"]
     assert "tflops" in found._repr_html_()
     (unread,) = found.unread
     assert unread.startswith(f"log={folder}/notes: holds no iteration line")

@@ -146,10 +146,8 @@ def measure_runs(
     machine = load_cluster(cluster) if cluster else None
     runs, unread = measure_all(matches(logs), machine.gpu if machine else None)
     require(bool(runs), "logs", logs, f"no log among them: {[*unread, 'no such file'][0]}")
-    names = Counter(run.name for run in runs)
-    for number, run in enumerate(runs):
-        if names[run.name] > 1:
-            runs[number] = replace(run, name=f"{number + 1} {run.name}")
+    if len({run.name for run in runs}) < len(runs):
+        runs = [replace(run, name=f"{number} {run.name}") for number, run in enumerate(runs, 1)]
     return MeasuredRuns(runs=tuple(runs), unread=tuple(unread))
 
 

@@ -154,7 +154,6 @@ class Measurement(Record):
         where a value is unknown.
         """
         names = ("evidence", "rank", "hosts", "collectives", "arguments", "problems")
-        notes = [*self.log.notes, self.config.note]
         values = {
             "file": self.log.source,
             **self.row(),
@@ -163,7 +162,7 @@ class Measurement(Record):
             "left_out": self.left_out,
             "tflops": {name: rate / 1e12 for name, rate in self.flops_per_s.items()},
             "validation": self.log.validation.to_dict("records"),
-            "notes": [note for note in notes if note],
+            "notes": list(filter(None, (*self.log.notes, self.config.note))),
         }
         return as_json(values)
 

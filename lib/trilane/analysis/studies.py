@@ -80,7 +80,7 @@ def compare_studies(here: Study, names: str = "") -> StudyComparison:
         runs[name] = MeasuredRuns(runs=tuple(map(measure, study.run_folders())))
         try:
             facts[name] = _facts(study, runs[name])
-        except (LookupError, TypeError, AttributeError):
+        except (LookupError, TypeError, AttributeError, NotImplementedError):
             raise ValueError(f"study={name}: a result file of it is damaged") from None
         here.read |= {f"{name}/{file}": key for file, key in study.read.items()}
     return StudyComparison(facts=facts, runs=runs)
@@ -103,8 +103,7 @@ def _facts(study: Study, runs: MeasuredRuns) -> dict[str, str]:
         row = run.row()
         parts[f"run {run.name}"] = {name: row[name] for name in MEASURED}
     facts: dict[str, str] = {}
-    for part, choices in parts.items():
-        for name, value in choices.items():
-            text = amount(value) if isinstance(value, float) else str(value)
-            facts[f"{part}: {name}"] = text
+    for record in pd.json_normalize(parts, sep=": ").to_dict("records"):
+        for name, value in record.items():
+            facts[str(name)] = amount(value) if isinstance(value, float) else str(value)
     return facts
