@@ -33,7 +33,7 @@ def test_the_runs_of_a_study_are_its_best_plans_and_one_with_tp_and_pp(outputs: 
     seconds = predict(plans[3]).sec_per_it
     hours = 100 * seconds / 3600
     row = ["p3", plans[3].id, 8, seconds, hours, 8 * hours, math.ceil(10 * hours)]
-    assert list(found.to_frame().iloc[2]) == [*row, "control: TP and PP at work"]
+    assert list(found.view().iloc[2]) == [*row, "control: TP and PP at work"]
     assert list(found.start(False).to_frame()["run"]) == [r.folder.name for r in found.rows]
     (link,) = chain.costs({found.rows[2].folder: found.rows[2].plan}, request)
     assert (link["nodes"], link["batches"], link["first"], link["last"]) == (1, [512], 1, 100)

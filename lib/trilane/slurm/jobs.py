@@ -18,7 +18,7 @@ from trilane.slurm.script import SCRIPT, render
 from trilane.slurm.sites import JobRequest, Site
 from trilane.utils.files import read_text
 from trilane.utils.folder_lock import FolderLock
-from trilane.utils.tables import DataFrame, Table, as_json, frame_of, middle
+from trilane.utils.tables import DataFrame, Table, as_json, middle
 from trilane.utils.validation import require
 from trilane.workspace import pace
 from trilane.workspace.run import NOT_FINITE, NOT_SAVED, Run, alarm, write_text
@@ -233,24 +233,16 @@ class JobStatus(JobState):
 class JobTable(list[JobStatus], Table):
     """The status of several runs."""
 
+    shown = "run id state verdict iteration iterations reason evidence"
+
     def summary(self) -> str:
         return f"{len(self)} runs"
 
     def to_frame(self) -> DataFrame:
-        """A row a run: job, state (of SLURM), status, iteration of iterations, what it waits for,
-        the evidence.
-        """
-        columns = {
-            "run": "run",
-            "job": "id",
-            "state": "state",
-            "status": "status",
-            "iteration": "iteration",
-            "iterations": "iterations",
-            "waits for": "reason",
-            "evidence": "evidence",
-        }
-        return frame_of(self, columns)
+        """A row a run, with the fields of its JSON."""
+        import pandas as pd
+
+        return pd.DataFrame([job.to_json() for job in self])
 
 
 def job_status(folders: Iterable[Path]) -> JobTable:

@@ -44,23 +44,24 @@ class StudyRuns(Table):
     starts and saves (in jobs of one time limit each), and why they were chosen.
     """
 
+    shown = "label id gpus sec_per_it hours gpu_hours jobs why"
+
     study: Study
     site: Site
     request: JobRequest
     rows: tuple[StudyRun, ...]
 
     def to_frame(self) -> DataFrame:
-        """A row a plan: label, id, gpus, the predicted sec_per_it, hours, gpu_hours, jobs, and why
-        it was chosen.
-        """
-        names = ("label", "id", "gpus", "sec_per_it", "hours", "gpu_hours", "jobs", "why")
+        """A row a plan: label, id, why it was chosen, predicted sec_per_it, and chain.costs()."""
+        import pandas as pd
+
         costs = chain.costs({run.folder: run.plan for run in self.rows}, self.request)
-        rows = []
-        for run, cost in zip(self.rows, costs, strict=True):
-            each_s = predict(run.plan).sec_per_it
-            figures = (cost["gpus"], each_s, cost["hours"], cost["gpu_hours"], cost["jobs"])
-            rows.append((run.plan.label, run.plan.id, *figures, run.reason))
-        return Columns.of_rows(names, rows).to_frame()
+        frame = pd.DataFrame(costs)
+        frame["label"] = [run.plan.label for run in self.rows]
+        frame["id"] = [run.plan.id for run in self.rows]
+        frame["sec_per_it"] = [predict(run.plan).sec_per_it for run in self.rows]
+        frame["why"] = [run.reason for run in self.rows]
+        return frame
 
     def files(self) -> Html:
         """The files of the first run folder."""
