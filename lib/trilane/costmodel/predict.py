@@ -131,17 +131,12 @@ def support(case: Configuration, calibration: Calibration, seconds: float) -> Su
         sizes = np.array(calibration.own)
         other = np.zeros((len(sizes), 0))
         names = [*SPANS]
-        labels = ["one of your own"] * len(sizes)
-        stack = [""] * len(sizes)
     else:
-        rows = every_row()
         sizes, kinds = _shipped_features()
-        is_foreign = [calibration.stack not in ("", row.stack) for row in rows]
+        is_foreign = [calibration.stack not in ("", row.stack) for row in every_row()]
         differs = kinds != np.array(_kinds(case), object)
         other = np.column_stack([differs, is_foreign]) * [*KINDS.values(), SOFTWARE]
         names = [*KINDS, "software", *SPANS]
-        labels = [row.row_id for row in rows]
-        stack = [row.stack for row in rows]
     spans = np.log(list(SPANS.values()))
     apart = np.abs(np.log(sizes) / spans - np.log(own_sizes) / spans)
     parts = np.column_stack([other, apart])
@@ -149,10 +144,10 @@ def support(case: Configuration, calibration: Calibration, seconds: float) -> Su
     first = int(np.argmin(distances))
     by_size = sorted(zip(parts[first], names, strict=True), key=lambda pair: -pair[0])
     return Support(
-        row=labels[first],
+        row="one of your own" if calibration.own else every_row()[first].row_id,
         distance=float(distances[first]),
         differs=tuple(NAMES.get(name, name) for part, name in by_size if part >= DIFFERS),
-        stack=stack[first],
+        stack="" if calibration.own else every_row()[first].stack,
         mfu=_mfu(case, seconds),
         record=_records().get(_peak(case), math.inf),
     )
@@ -217,21 +212,6 @@ def _kinds(case: Configuration) -> tuple[Any, ...]:
         t.cp > 1,
         t.tp > case.cluster.gpus_per_node,
     )
-
-
-def half_width(case: Configuration, calibration: Calibration, nearest: Support) -> float:
-    """Half-width of the interval of ln(seconds) of a case that nobody measured; `nearest` is its
-    support().
-
-    That of the calibration's rows; without any, that of the priors, by how much the time of this
-    case depends on each constant. Either widens with the distance from measured rows of the same
-    software, or from the rows of one's own.
-    """
-    own = calibration.half_width
-    if calibration.rows == 0 and case.cluster.gpu.kind == "cuda":
-        # rows that did not move the constants may still have shown how far these miss
-        own = max(own, float(half_widths([case], calibration, calibration)[0]))
-    return math.hypot(own, nearest.widening)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -369,8 +349,12 @@ def predict_case(
     memory: MemoryConstants | None = None,
     width: float | None = None,
 ) -> Prediction:
-    """The prediction of a case by these constants as they were on its day; `width` of the interval
-    of ln(seconds), by default half_width().
+    """The prediction of a case by these constants as they were on its day.
+
+    `width` is the half-width of the interval of ln(seconds). By default that of the calibration's
+    rows; without any, that of the priors, by how much the time of this case depends on each
+    constant. Either widens with the distance from measured rows of the same software, or from the
+    rows of one's own.
     """
     known = known.on(case.day, case.topology.gpus)
     memory = memory or memory_for(known, case.engine, case.cluster, case.dropout)
@@ -380,7 +364,11 @@ def predict_case(
     fullest = max(stage.total for stage in stages)
     nearest = support(case, known, time.total)
     if width is None:
-        width = half_width(case, known, nearest)
+        width = known.half_width
+        if known.rows == 0 and case.cluster.gpu.kind == "cuda":
+            # rows that did not move the constants may still have shown how far these miss
+            width = max(width, float(half_widths([case], known, known)[0]))
+        width = math.hypot(width, nearest.widening)
     return Prediction(
         sec_per_it=time.total,
         sec_lo=time.total / math.exp(width),

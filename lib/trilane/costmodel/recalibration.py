@@ -92,9 +92,8 @@ class Recalibration(Table):
             return {}
         figures = {}
         for name, logs in (("before", self.fit.before), ("after", self.fit.after)):
-            errors = np.abs(np.expm1(logs))
-            p90 = float(np.quantile(errors, 0.9))
-            figures[name] = {"median": float(np.median(errors)), "p90": p90}
+            median, p90 = np.quantile(np.abs(np.expm1(logs)), (0.5, 0.9)).tolist()
+            figures[name] = {"median": median, "p90": p90}
         return figures
 
     def summary(self) -> str:
