@@ -111,9 +111,7 @@ def has_bf16_optimizer(t: Topology) -> bool:
     return (t.zero, t.precision, t.fp32_gradients) == (1, "bf16", True)
 
 
-def label_of(
-    shape: ModelShape, cluster: Cluster, topology: Topology, engine: str = ENGINES[0]
-) -> str:
+def label_of(shape: ModelShape, cluster: Cluster, topology: Topology, engine: str) -> str:
     """The topology's label, and every choice beyond the defaults of cluster and engine: no two
     plans share one.
 
@@ -251,13 +249,15 @@ def _rules(engine: str, shape: ModelShape, t: Any) -> Rules:
 
 
 def _megatron_rules(shape: ModelShape, t: Any) -> Rules:
-    tokens = shape.seq_length // t.cp
-    if t.sequence_parallel:
-        tokens //= t.tp
-    qkv = shape.hidden_size + 2 * shape.kv_heads * shape.head_dim
-    sides = [tokens, *(width // t.tp for width in (shape.hidden_size, shape.ffn, qkv))]
-    fits = t.precision != "fp8" or all(side % 16 == 0 for side in sides)
-    rule = "multiplies fp8 matrices whose sides, tokens and widths of a rank, are multiples of 16"
-    yield fits, "precision", rule
+    if t.precision == "fp8":
+        tokens = shape.seq_length // t.cp
+        if t.sequence_parallel:
+            tokens //= t.tp
+        qkv = shape.hidden_size + 2 * shape.kv_heads * shape.head_dim
+        sides = [tokens, *(width // t.tp for width in (shape.hidden_size, shape.ffn, qkv))]
+        rule = (
+            "multiplies fp8 matrices whose sides, tokens and widths of a rank, are multiples of 16"
+        )
+        yield all(side % 16 == 0 for side in sides), "precision", rule
     yield t.zero <= 1, "zero", "has ZeRO stage 0 and 1 (its distributed optimizer)"
     yield t.offload == "none", "offload", "does not offload"
