@@ -81,21 +81,19 @@ def _of_fields(part: Any) -> dict[str, Any]:
         name = field.metadata.get("megatron")
         value = getattr(part, field.name)
         # the label names what is not so by default
-        is_named = "label" in field.metadata or field.name in ("decay_samples", "init_std")
+        is_named = "label" in field.metadata or field.name == "decay_samples"
         if name and not (is_named and value == field.default):
             given[name] = value
     return given
 
 
-def _words(plan: Plan) -> Arguments:
+def _words(plan: Plan) -> dict[str, Any]:
     """Megatron-LM's words for the fields with a choice; ValueError for what it does not have."""
-    given: Arguments = {}
+    given: dict[str, Any] = {}
     for field, words in known_arguments()["words"].items():
         value = getattr(plan.shape, field, None) or getattr(plan.topology, field)
         require(value in words, field, value, f"Megatron-LM has {', '.join(words)}")
-        for argument in filter(None, words[value].split("--")):
-            name, *values = argument.split()
-            given[name] = values
+        given |= words[value]
     return given
 
 
@@ -147,7 +145,7 @@ def _of_plan(plan: Plan) -> dict[str, Any]:
     return values
 
 
-def _data(plan: Plan, prefixes: Sequence[str]) -> Arguments:
+def _data(plan: Plan, prefixes: Sequence[str]) -> dict[str, Any]:
     """Without a split all documents are for training, as in our engines."""
     path = list(prefixes) or [part.source for part in plan.data.parts]
     if plan.data.blend:
