@@ -139,33 +139,26 @@ def _finish(run: PartialRun, path: Path, notes: tuple[str, ...]) -> RunLog:
     iterations = run.iterations.frame(INTEGERS)
     counted = {name for name, rows in run.dialects.items() if rows} or {*run.dialects}
     programs = {dialect.name: dialect.variant(run.last_line) for dialect in dialects()}
-    status, evidence, end = _status(run)
+    end = _end(run)
     _learn_places(run)
-    places = run.places
-    place = Place()
-    hosts: tuple[str, ...] = ()
-    exclude = ""
-    if end:
-        place = places.resolve(end.place)
-        hosts = end.hosts or tuple(filter(None, [place.node]))
-        if end.blames_node:
-            exclude = excluded(hosts)
+    place = run.places.resolve(end.place)
+    hosts = end.hosts or tuple(filter(None, [place.node]))
     return RunLog(
         source=path,
         iterations=iterations,
         validation=run.validation.frame(("iteration",)),
         memory=run.memory,
-        status=status,
-        evidence=evidence,
+        status=end.status,
+        evidence=end.evidence,
         dialect=" + ".join(sorted(programs.get(name, name) for name in counted)) or "unknown",
         arguments=run.arguments,
         timers=run.timers.frame(("iteration",)),
         totals=run.summary,
         rank=place.rank,
         hosts=hosts,
-        exclude=exclude,
+        exclude=excluded(hosts) if end.blames_node else "",
         endings=tuple(run.endings),
-        collectives=_collectives(run) if status.has_failed else (),
+        collectives=_collectives(run) if end.status.has_failed else (),
         notes=tuple(dict.fromkeys((*run.own, *notes))),
         problems=tuple(checks.problems(iterations)),
     )
@@ -193,8 +186,8 @@ def _collectives(run: PartialRun) -> tuple[str, ...]:
     return (text,)
 
 
-def _status(run: PartialRun) -> tuple[Status, str, Ending | None]:
-    """Status, evidence, and the ending if one decides; a run without any is unfinished."""
+def _end(run: PartialRun) -> Ending:
+    """The ending that decides, else what the last iteration shows."""
     done = run.iterations.last("iteration") + 1 - run.first_iteration
     is_done = done == run.iterations.last("train_iters")
     ends = run.endings
@@ -202,17 +195,21 @@ def _status(run: PartialRun) -> tuple[Status, str, Ending | None]:
         ends = [end for end in ends if end.level > Level.SCHEDULER or end.rows >= run.rows]
     end = endings.strongest(ends, run.rows)
     if end and end.level < Level.PLANNED:
-        return end.status, end.evidence, end
-    evidence = endings.text(run.last_line)
+        return end
+    last = Ending(
+        level=Level.PLANNED,
+        status=Status.UNFINISHED,
+        evidence=endings.text(run.last_line),
+        rows=run.rows,
+        place=Place(),
+        hosts=(),
+    )
     if run.is_nan:
-        return Status.NAN_LOSS, evidence, None
-    if end and end.level == Level.PLANNED:
-        return end.status, end.evidence, end
-    if "train_runtime" in run.summary or is_done:
-        return Status.COMPLETED, evidence, None
-    if end:
-        return end.status, end.evidence, end
-    return Status.UNFINISHED, evidence, None
+        return replace(last, status=Status.NAN_LOSS)
+    is_planned = end and end.level == Level.PLANNED
+    if not is_planned and ("train_runtime" in run.summary or is_done):
+        return replace(last, status=Status.COMPLETED)
+    return end or last
 
 
 def read_run_folder(folder: Path | str) -> RunLog:
