@@ -2,6 +2,7 @@
 counts and sizes.
 """
 
+import contextlib
 import functools
 import re
 
@@ -74,16 +75,11 @@ def read_value(text: str) -> Value:
     """The text as None, bool, int below 2^63 or finite float; any other text unchanged."""
     if text in WORDS:
         return WORDS[text]
-    try:
-        whole = int(text)
-        return whole if abs(whole) < MAX_INT else text
-    except ValueError:
-        pass
-    try:
-        number = float(text)
-        return number if abs(number) < INFINITY else text  # JSON has no infinity
-    except ValueError:
-        return text
+    for kind, most in ((int, MAX_INT), (float, INFINITY)):  # JSON has no infinity
+        with contextlib.suppress(ValueError):
+            number = kind(text)
+            return number if abs(number) < most else text
+    return text
 
 
 def _pair(name: bytes, text: bytes) -> tuple[str, Value]:

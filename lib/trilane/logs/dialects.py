@@ -36,7 +36,7 @@ COLUMNS = {
     *("allocated", "max_allocated", "reserved", "max_reserved", "memory_share"),
 }
 # multiplier and divisor to seconds, bytes, nats or a share; / 1e3 rounds once where x 1e-3 does not
-UNITS = {"": (1.0, 1.0), "s": (1.0, 1.0), "ms": (1.0, 1e3), "us": (1.0, 1e6), "%": (1.0, 100.0)}
+UNITS = {"": (1.0, 1.0), "s": (1.0, 1.0), "ms": (1.0, 1e3), "%": (1.0, 100.0)}
 UNITS |= {"min": (60.0, 1.0), "h": (3600.0, 1.0), "d": (86400.0, 1.0), "bits": (math.log(2), 1.0)}
 UNITS |= {"K": (1e3, 1.0), "M": (1e6, 1.0), "G": (1e9, 1.0), "T": (1e12, 1.0), "MB": (1e6, 1.0)}
 UNITS |= {"GB": (1e9, 1.0), "MiB": (2.0**20, 1.0), "GiB": (2.0**30, 1.0)}

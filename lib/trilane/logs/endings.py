@@ -46,6 +46,8 @@ class Level(IntEnum):
 
 
 OF_PROGRAM = (Level.CAUSE, Level.ERROR, Level.CONSEQUENCE)
+# by what started a program: it ended, even after the planned end
+ENDS = (Level.SCHEDULER, Level.OUTSIDE, Level.WRAPPER)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,13 +62,6 @@ class Ending:
     rows: int
     place: Place
     hosts: tuple[str, ...]
-
-    @property
-    def ends_program(self) -> bool:
-        """Whether it proves that a program ended, even after the planned end: a line of what
-        started the program.
-        """
-        return self.level in (Level.SCHEDULER, Level.OUTSIDE, Level.WRAPPER)
 
     @property
     def blames_node(self) -> bool:
@@ -150,7 +145,7 @@ def strongest(every: list[Ending], rows: int) -> Ending | None:
             left.append(end)
             if end.level == Level.PLANNED:
                 ends_at = len(left)
-    if ends_at and not any(end.ends_program or end.rows > last_row for end in left[ends_at:]):
+    if ends_at and not any(end.level in ENDS or end.rows > last_row for end in left[ends_at:]):
         left = left[:ends_at]
     strongest = min(left, key=lambda end: end.level, default=None)
     if strongest and strongest.status is Status.CRASHED:

@@ -88,7 +88,7 @@ def number(name: str, text: str) -> float:
     cell = NUMBER.fullmatch(text.strip().lower())
     if not cell:
         return NAN
-    factor: float = 1.0
+    factor = 1.0
     if cell[2]:
         factor = shipped_json("table_units").get(name, {}).get(cell[2], NAN)
     return float(cell[1]) * factor

@@ -139,11 +139,12 @@ class Facts:
 
 def timers(line: bytes) -> list[Span]:
     """The timers in a line, in seconds, by name; of (min, max) over ranks the maximum."""
-    every: list[re.Match[bytes]] = []
     if head := TIMERS.search(line):
-        every = list(TIMER.finditer(line, head.end() - 1))
-    elif b"...:" in line and (match := OF_RANKS.search(line)):
-        every = [match]
+        every = TIMER.finditer(line, head.end() - 1)
+    elif b"...:" in line:
+        every = OF_RANKS.finditer(line)
+    else:
+        return []
     spans: dict[str, Span] = {}
     for match in every:
         name = match[1].decode("utf-8", "replace")

@@ -7,7 +7,7 @@ from collections import Counter
 
 from trilane.logs.arguments import Value
 from trilane.logs.dialects import Dialect
-from trilane.logs.endings import Ending, Level, joined, superseded
+from trilane.logs.endings import ENDS, Ending, Level, joined, superseded
 from trilane.logs.places import Places
 from trilane.logs.prefixes import source, timestamp
 from trilane.logs.table import NAN, NumericTable, Row
@@ -17,7 +17,7 @@ MAX_RUNS = 10_000  # of a file
 SHORT_S = 20.0  # which stamps of whole seconds give to 5 %, and their median to 1 %
 MEMORY = ("allocated", "max_allocated", "reserved", "max_reserved")
 STEPS = "deepspeed"  # whose own steps count where no other dialect reports any
-LAUNCHED = (Level.SCHEDULER, Level.OUTSIDE, Level.WRAPPER, Level.LAUNCHER)
+LAUNCHED = (*ENDS, Level.LAUNCHER)
 
 
 class PartialRun:
