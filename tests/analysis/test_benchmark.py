@@ -10,18 +10,6 @@ from support import small_plan
 from trilane.cli.app import main
 
 
-@pytest.mark.parametrize(("options", "count"), [(["--iterations", "5"], 5), ([], 4)])
-def test_a_benchmark_without_an_iteration_to_count_is_refused(
-    options: list[str], count: int, tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
-    path = tmp_path / "small.json"
-    path.write_text(json.dumps(small_plan().to_json()))
-    assert main(["measure", "plan", str(path), *options]) == 2
-    message = f"iterations={count}: must be above 5, of the warm-up"
-    assert capsys.readouterr().err == f"trilane: {message}\n"
-    assert list(tmp_path.iterdir()) == [path]
-
-
 @pytest.mark.slow
 @pytest.mark.usefixtures("uncounted_processes")
 def test_the_command_trains_and_prints_exactly_one_object(

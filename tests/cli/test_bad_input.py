@@ -49,7 +49,6 @@ BAD = [
     ),
     ("plan show old.json", f"calibration=mine: {OTHER}"),
     ("train folder", "plan=folder/plan.json: no such file"),
-    ("measure plan plan.json --iterations 3", "iterations=3: must be above 5"),
     ("convert deepspeed plan.json", "engine=megatron: takes no DeepSpeed JSON"),
     ("convert megatron", "plan=missing: give either a plan, or --read FILE"),
     ("convert megatron --read job.txt", "cluster=missing: --read needs the cluster"),

@@ -12,7 +12,6 @@ import pandas as pd
 
 from trilane.analysis.steady_state import interval
 from trilane.logs.run import RunLog, continued
-from trilane.utils.validation import require
 
 WINDOW = 128  # lines before a line that give its level and its noise
 LEAST = 10  # lines before the first that has a level
@@ -79,11 +78,9 @@ def join(logs: Sequence[RunLog], seq_length: int = 0) -> Curve:
         join([read_log("part1.log"), read_log("part2.log")]).axes()["tokens"]
 
     A log that begins at an iteration of an earlier log went back to a checkpoint: from there on its
-    iterations count. Raises ValueError where no log has an iteration with a number.
+    iterations count. Logs without an iteration that has a number are left out.
     """
     numbered = [log for log in logs if log.first_iteration is not None]
-    names = ", ".join(log.source.name for log in logs) or "none"
-    require(bool(numbered), "logs", names, "hold no iteration")
     whole = pd.DataFrame()
     restarts: list[Restart] = []
     last: RunLog | None = None

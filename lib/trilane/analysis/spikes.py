@@ -84,35 +84,32 @@ def _spikes(curve: Curve, name: str, kind: str, least: float) -> Iterator[Event]
         else:
             end = len(x)
         peak = i + int(np.argmax(x[i:end]))
-        recovered = int(iteration[end]) if end < len(x) else None
-        yield _event(kind, iteration[i], iteration[peak], level[i], x[peak], recovered)
+        yield Event(
+            kind=kind,
+            iteration=int(iteration[i]),
+            peak_iteration=int(iteration[peak]),
+            level=math.exp(level[i]),
+            peak=math.exp(x[peak]),
+            recovered=int(iteration[end]) if end < len(x) else None,
+        )
 
 
-def _divergence(curve: Curve) -> list[Event]:
+def _divergence(curve: Curve) -> Iterator[Event]:
     """The level at the end exceeds the lowest one before by 10 %; not of a short log."""
     iteration, x = _logarithms(curve, "lm_loss")
     if len(x) < 2 * WINDOW:
-        return []
-    smooth = pd.Series(x).rolling(WINDOW).median().to_numpy()
-    best = int(np.nanargmin(smooth))
-    if smooth[-1] - smooth[best] <= DIVERGENCE:
-        return []
+        return
+    level = pd.Series(x).rolling(WINDOW).median().to_numpy()
+    best = int(np.nanargmin(level))
     peak = best + int(np.argmax(x[best:]))
-    return [_event("divergence", iteration[best], iteration[peak], smooth[best], x[peak])]
-
-
-def _event(
-    kind: str, start: float, worst: float, level: float, peak: float, recovered: int | None = None
-) -> Event:
-    """An event; its values are given as logarithms."""
-    return Event(
-        kind=kind,
-        iteration=int(start),
-        peak_iteration=int(worst),
-        level=math.exp(level),
-        peak=math.exp(peak),
-        recovered=recovered,
-    )
+    if level[-1] - level[best] > DIVERGENCE:
+        yield Event(
+            kind="divergence",
+            iteration=int(iteration[best]),
+            peak_iteration=int(iteration[peak]),
+            level=math.exp(level[best]),
+            peak=math.exp(x[peak]),
+        )
 
 
 def _logarithms(curve: Curve, name: str) -> tuple[np.ndarray, np.ndarray]:
