@@ -1,6 +1,5 @@
 """Columns: one plan, or a million, as numbers that every prediction formula takes alike."""
 
-from collections.abc import Sequence
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -205,12 +204,6 @@ def number_of(name: str, value: Any) -> int:
     if name in CHOICES:
         return CHOICES[name].index(value)
     return int(value)
-
-
-def stack(rows: Sequence[Columns]) -> Columns:
-    """Several plans as Columns of arrays."""
-    names = rows[0].numbers
-    return Columns(**{name: np.array([r.numbers[name] for r in rows], float) for name in names})
 
 
 class Setting(NamedTuple):

@@ -10,7 +10,7 @@ import numpy as np
 
 from trilane.config.cluster import Cluster
 from trilane.costmodel.calibration import FACTOR, WIDEST, Calibration, Configuration, Regime
-from trilane.costmodel.columns import Columns, columns_of, stack
+from trilane.costmodel.columns import Columns, columns_of
 from trilane.costmodel.constants import BOUNDS, GIVEN, Constants
 from trilane.costmodel.iteration import iteration_columns, iteration_time
 from trilane.utils.tables import grouped
@@ -36,7 +36,8 @@ def by_cluster(cases: Sequence[Configuration]) -> list[Group]:
     groups = []
     for index in grouped(range(len(cases)), lambda i: cases[i].cluster.name).values():
         chosen = [cases[i] for i in index]
-        columns = stack([columns_of(c.shape, c.topology, c.engine) for c in chosen])
+        rows = [columns_of(c.shape, c.topology, c.engine).numbers for c in chosen]
+        columns = Columns(**{n: np.array([row[n] for row in rows], float) for n in rows[0]})
         groups.append((chosen[0].cluster, np.array(index), columns))
     return groups
 
