@@ -4,6 +4,7 @@ it ended.
 
 import contextlib
 import os
+import re
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, replace
@@ -122,8 +123,11 @@ def altered(run: Run, job: str) -> str:
     """
     kept = ""
     for event in run.events("submitted"):
-        if event["id"] == job and event.get("plan"):
-            kept = str(event["plan"])
+        plan = str(event.get("plan"))
+        if event["id"] == job and re.fullmatch(r"[0-9a-f]{16}", plan):
+            kept = plan
+    if not kept:
+        return ""
     try:
         lines = copies.plan_changes(run, kept)
     except ValueError as error:

@@ -6,14 +6,13 @@ submitted, from code/HASH below the submitted folder.
 
 import hashlib
 import json
-import re
 import shutil
 import tempfile
 from pathlib import Path
 
 from trilane.config.plan import plan_from_json
 from trilane.utils.files import read_text, replace_text
-from trilane.utils.validation import require
+from trilane.utils.validation import read_json, require
 from trilane.workspace.continuation import changes
 from trilane.workspace.installation import packages, revision, shipped
 from trilane.workspace.run import Run
@@ -40,20 +39,14 @@ def keep_plan(run: Run) -> str:
 
 
 def plan_changes(run: Run, kept: str) -> list[str]:
-    """In what plan.json differs from the plan of that hash, a line a field, however it is written;
-    [] for no hash.
+    """In what plan.json differs from the plan of that hash, a line a field, however it is written.
 
-    ValueError where plan.json cannot be read, or differs from what is lost.
+    ValueError where one of them cannot be read.
     """
-    if not re.fullmatch(r"[0-9a-f]{16}", kept):
-        return []
     if hash_of(json.dumps(run.values, indent=1)) == kept:
         return []
-    path = run.folder / f"submitted/{kept}.json"
-    before = read_text(path)
-    rule = "is lost or damaged, and plan.json differs"
-    require(hash_of(before) == kept, "plan", path, rule)
-    return changes(plan_from_json(json.loads(before)).to_json(), run.plan.to_json())
+    before = plan_from_json(read_json(run.folder / f"submitted/{kept}.json", "plan"))
+    return changes(before.to_json(), run.plan.to_json())
 
 
 def freeze(home: Path) -> Path:
