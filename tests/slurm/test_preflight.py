@@ -137,7 +137,6 @@ REFUSED = {
         {"signal_s": 0},
     ),
     "data": (plan(data={"source": "/shared/nothing"}), A100, "/shared/nothing: no such file", {}),
-    "internet": (plan(data={"tokenizer": "gpt2"}), A100, "tokenizer gpt2 is not a folder here", {}),
 }
 
 
@@ -154,13 +153,15 @@ def test_a_rule_that_is_allowed_only_warns(folder: Path) -> None:
 
 
 def test_what_the_nodes_lack_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An image, a folder that two nodes share, room for three checkpoints."""
+    """An image, a folder that two nodes share, a tokenizer, room for three checkpoints."""
     image = replace(A100, container="pyxis", container_image="/images/torch.sqsh")
     assert levels(findings(folder, plan(), image), "container") == [REFUSAL]
     here = replace(A100, local=(str(folder.parent),))
     request = JobRequest(account="xyz@a100", time_limit="20:00:00")
     for p, wanted in ((plan(), [REFUSAL]), (plan(topology={"dp": 2}), [])):
         assert levels(preflight.check_job(p, here, request, Run(folder)), "shared") == wanted
+    (missing,) = [f for f in findings(folder, plan(data={"tokenizer": "gpt2"})) if f.rule == "data"]
+    assert missing.message.startswith("data=gpt2: no such file")
     for free, wanted in ((30e9, [REFUSAL]), (60e9, [])):
         usage = SimpleNamespace(free=free)
         monkeypatch.setattr(checks.shutil, "disk_usage", lambda _, usage=usage: usage)

@@ -138,7 +138,7 @@ def test_sbatch_accepts_every_script_of_every_site_and_the_check_refuses_what_it
         ({"account": "abc@a100"}, "invalid account or account/partition combination specified"),
         ({"exclude": "jz-a100-[1-51]"}, "requested node configuration is not available"),
     ):
-        every = check_job(p, SITE, replace(REQUEST, **wish), attempts.Run(tmp_path / "new"))
+        every = check_job(p, SITE, replace(REQUEST, **wish), attempts.Run(tmp_path))
         found = [f for f in every if f.rule == "sbatch"]
         assert [f.level for f in found] == [REFUSAL] and words in found[0].message.lower()
 

@@ -160,7 +160,6 @@ def is_chain(folder: str | Path) -> bool:
 
 def stages_of(folder: Path) -> list[Path]:
     """The run folders of a chain, in order."""
-    require(is_chain(folder), "chain", folder, "is not the folder of a chain")
     labels = [str(label) for label in read_object(folder / INDEX, "chain", links=list)["links"]]
     for label in labels:
         require_label("chain.links", label)

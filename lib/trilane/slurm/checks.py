@@ -194,10 +194,13 @@ def data(job: JobCheck) -> Findings:
         base = Path()
     parts = job.plan.data.parts
     sources = [part.source for part in parts if part.source not in BUILT_IN]
-    for source in sources:
-        if not any((base / (source + ending)).exists() for ending in ("", ".idx", ".bin")):
-            message = f"data.source={source}: no such file, folder or .bin/.idx pair"
-            yield refusal("data", message, "name an existing one")
+    tokenizer = job.plan.data.tokenizer
+    has_pairs = all(existing_pair(str(base / part.source)) for part in parts)
+    tokenizers = [] if tokenizer == "bytes" or has_pairs else [tokenizer]
+    for place in (*sources, *tokenizers):
+        if not any((base / (place + ending)).exists() for ending in ("", ".idx", ".bin")):
+            message = f"data={place}: no such file, folder or .bin/.idx pair"
+            yield refusal("data", message, "name an existing one; a tokenizer is downloaded first")
     if not job.site.is_local:
         for source, size in unprepared(parts, job.folder).items():
             message = f"data.source={source}: {size / 1e9:.3g} GB of text are not prepared, "
@@ -210,11 +213,6 @@ def data(job: JobCheck) -> Findings:
             for place in filter(path.is_relative_to, job.site.local):
                 message = f"{path} lies below {place}, which is local to each node"
                 yield refusal("shared", message, "move it")
-    tokenizer = job.plan.data.tokenizer
-    has_pairs = all(existing_pair(str(base / part.source)) for part in parts)
-    if tokenizer != "bytes" and not has_pairs and not Path(tokenizer).is_dir():
-        message = f"tokenizer {tokenizer} is not a folder here"
-        yield refusal("internet", message, "download it first, and name its folder")
 
 
 def storage(job: JobCheck) -> Findings:
@@ -224,8 +222,7 @@ def storage(job: JobCheck) -> Findings:
     only the site's own tools report, and inodes.
     """
     limits = job.plan.run
-    place = next(folder for folder in (job.folder, *job.folder.parents) if folder.exists())
-    free_bytes = shutil.disk_usage(place).free
+    free_bytes = shutil.disk_usage(job.folder).free
     saves = 0
     if limits.save_interval:
         saves = limits.goal // limits.save_interval
@@ -233,7 +230,7 @@ def storage(job: JobCheck) -> Findings:
     need = count * checkpoint_bytes(job.plan.shape)
     if need > free_bytes:
         message = f"checkpoints take up to {need / 1e9:,.1f} GB, "
-        message += f"{place} has {free_bytes / 1e9:,.1f} GB free"
+        message += f"{job.folder} has {free_bytes / 1e9:,.1f} GB free"
         yield refusal("disk", message, "smaller keep_last, or delete files")
     folder = job.run.folder
     if job.run.is_completed:
