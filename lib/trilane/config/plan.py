@@ -96,9 +96,10 @@ class Plan(Record):
         drops = drops_hidden(self.engine, self.shape)
         rule = "engine hf-zero3 drops hidden values in GPT-2 alone"
         yield drops or not self.dropout.hidden, "dropout.hidden", rule
-        ok = self.calibration is None
-        if isinstance(self.calibration, Mapping):
-            ok = {"name", "hash", "constants"} <= set(self.calibration)
+        kept = self.calibration
+        ok = kept is None
+        if isinstance(kept, Mapping):
+            ok = {"name", "hash", "constants"} <= set(kept) and isinstance(kept["name"], str)
         yield ok, "calibration", "must hold name, hash and constants"
         rule = f"means more samples than {MOST_SAMPLES:,}, which can be put in an order"
         yield self.samples <= MOST_SAMPLES, "run.train_iters", rule

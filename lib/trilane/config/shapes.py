@@ -80,7 +80,7 @@ def shape_of_config(values: Mapping[str, Any], seq_length: int = 0) -> ModelShap
     require_known("activation", str(given["activation"]), activations)
     given["activation"] = activations[given["activation"]]
     bias_keys = usual["bias_keys"]
-    switches = {values.get(key, usual["biases"] == "all") for key in bias_keys}
+    switches = {bool(values.get(key, usual["biases"] == "all")) for key in bias_keys}
     rule = "a shape has all or none of them"
     require(len(switches) < 2, "biases", " ".join(bias_keys), rule)
     if switches:
