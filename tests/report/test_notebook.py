@@ -60,7 +60,7 @@ def test_a_misspelt_or_ill_typed_parameter_is_refused_before_anything_runs(
     story, outputs, given, message
 ):
     with pytest.raises(ValueError) as caught:
-        notebook.run_all(Study("s"), given, [story])
+        notebook.distribute([story], given)
     assert str(caught.value) == message
     assert [path.name for path in outputs.iterdir()] == ["local.json"]
 
@@ -101,12 +101,12 @@ def test_a_copy_for_the_lab_has_the_studys_parameters_and_is_never_overwritten(s
 
 def test_a_resumed_study_runs_again_only_what_is_not_done(story, outputs, capfd):
     study = Study.create("s")
-    notebook.run_all(study, {"tp": "4"}, [story])
+    notebook.run_all(study, {story: {"tp": 4}})
     before = (study.folder / "07_story.ipynb").stat().st_mtime_ns
-    notebook.run_all(study, {"tp": "4"}, [story])
+    notebook.run_all(study, {story: {"tp": 4}})
     assert "completed before, kept" in capfd.readouterr().err
     assert (study.folder / "07_story.ipynb").stat().st_mtime_ns == before
-    notebook.run_all(study, {"tp": "8"}, [story])
+    notebook.run_all(study, {story: {"tp": 8}})
     assert (study.folder / "07_story.ipynb").stat().st_mtime_ns > before
     assert "tp is 4" in (study.folder / "earlier/07_story.ipynb.1").read_text(), (
         "the earlier copy is kept"

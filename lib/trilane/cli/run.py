@@ -50,7 +50,7 @@ def run(
     where = Study.create(study, resume=resume or notebook != "all")
     try:
         if notebook == "all":
-            report = notebooks.run_all(where, given)
+            report = notebooks.run_all(where, values)
         else:
             report = notebooks.run(notebook, where, **given)
     except notebooks.NotebookError as error:

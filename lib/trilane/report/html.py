@@ -109,7 +109,7 @@ def without_places(text: str, study: Path) -> str:
 def _about(notebook: Any, executed: Path) -> dict[str, str]:
     """The foot of a report: name and text."""
     papermill = notebook.metadata.get("papermill", {})
-    texts = [f"{name} = {value!r}" for name, value in papermill.get("parameters", {}).items()]
+    texts = [f"{name} = {value!r}" for name, value in parameters(notebook).items()]
     date = str(papermill.get("end_time") or "not recorded")
     made_by = {**stamp(), **notebook.metadata.get("trilane", {})}
     return {
@@ -224,6 +224,12 @@ def title(notebook: Any) -> str:
     return "untitled"
 
 
+def parameters(notebook: Any) -> dict[str, Any]:
+    """Those with which it was executed, by name."""
+    given: dict[str, Any] = notebook.metadata.get("papermill", {}).get("parameters", {})
+    return given
+
+
 def state(notebook: Any) -> str:
     """Whether an execution is completed, failed (also where its kernel died), or unfinished."""
     papermill = notebook.metadata.get("papermill", {})
@@ -247,7 +253,7 @@ def read_notebook(path: Path) -> Any:
             assert cell.metadata is not None
         for name in ("papermill", "trilane"):
             assert isinstance(notebook.metadata.get(name, {}), dict)
-        assert isinstance(notebook.metadata.get("papermill", {}).get("parameters", {}), dict)
+        assert isinstance(parameters(notebook), dict)
     # of a damaged file nbformat raises anything, also AssertionError and UnboundLocalError
     except Exception as error:
         raise ValueError(f"notebook={path}: is damaged ({short(str(error), 80)})") from None

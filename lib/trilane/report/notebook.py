@@ -17,7 +17,7 @@ from papermill.iorw import load_notebook_node
 from papermill.parameterize import parameterize_notebook
 from traitlets.config import Config
 
-from trilane.report.html import notebook_html, read_notebook, state
+from trilane.report.html import notebook_html, parameters, read_notebook, state
 from trilane.report.index import write_index
 from trilane.utils.files import replace_text, set_aside
 from trilane.utils.folder_lock import FolderLock
@@ -73,9 +73,9 @@ def distribute(chosen: Sequence[str], given: Mapping[str, object]) -> dict[str, 
     for field in given:
         require_known("parameter", field, sorted(known))
     values: dict[str, dict[str, Any]] = {name: {} for name in chosen}
-    for name, parameters in declared.items():
-        for field in parameters.keys() & given:
-            kind = parameters[field]["inferred_type_name"]
+    for name, fields in declared.items():
+        for field in fields.keys() & given:
+            kind = fields[field]["inferred_type_name"]
             values[name][field] = typed(field, given[field], kind)
     return values
 
@@ -133,34 +133,33 @@ def _execute(name: str, executed: Path, values: Mapping[str, Any]) -> None:
 def is_done(name: str, study: Study, values: Mapping[str, Any]) -> bool:
     """Whether the study holds a completed execution of that notebook with the same parameters."""
     executed = _execution(study, name)
-    given = {**values, "study": study.name}
-    is_completed = executed is not None and state(executed) == "completed"
-    return is_completed and executed.metadata["papermill"].get("parameters") == given
+    return state(executed) == "completed" and parameters(executed) == {
+        **values,
+        "study": study.name,
+    }
 
 
 def _execution(study: Study, name: str) -> Any:
-    """The executed copy of a notebook; None where it is missing, damaged, or half written."""
+    """The executed copy of a notebook; an empty one where it is missing, damaged, or half
+    written.
+    """
     with contextlib.suppress(ValueError):
-        notebook = read_notebook(study.folder / f"{name}.ipynb")
-        if "papermill" in notebook.metadata:
-            return notebook
-    return None
+        return read_notebook(study.folder / f"{name}.ipynb")
+    return nbformat.v4.new_notebook()
 
 
-def run_all(study: Study, given: Mapping[str, object], chosen: Sequence[str] = DEMO) -> Path:
-    """Run the notebooks in order, each with those of the parameters that it has; the path of the
+def run_all(study: Study, values: Mapping[str, Mapping[str, Any]]) -> Path:
+    """Run notebooks in order, each with its parameters, as distribute() gives them; the path of the
     study's index.
 
     A notebook that the study already holds, executed with the same parameters, is not run again.
     """
-    plan = distribute(chosen, given)
-    for number, name in enumerate(chosen, start=1):
-        line = f"[{number}/{len(chosen)}] {name}"
-        if is_done(name, study, plan[name]):
-            print(f"{line}: completed before, kept", file=sys.stderr)
+    for name, given in values.items():
+        if is_done(name, study, given):
+            print(f"{name}: completed before, kept", file=sys.stderr)
         else:
-            print(line, file=sys.stderr)
-            run(name, study, **plan[name])
+            print(name, file=sys.stderr)
+            run(name, study, **given)
     return write_index(study)
 
 
@@ -182,10 +181,7 @@ def copy_into(study: Study, name: str, values: Mapping[str, Any]) -> Path:
     path = study.folder / "lab" / f"{name}.ipynb"
     if path.exists():
         return path
-    executed = _execution(study, name)
-    given = {**values, "study": study.name}
-    if executed:
-        given = {**executed.metadata["papermill"].get("parameters", {}), **given}
+    given = {**parameters(_execution(study, name)), **values, "study": study.name}
     source = load_notebook_node(str(path_of(name)))
     notebook = parameterize_notebook(source, given)
     return write_text(path, nbformat.writes(notebook) + "\n")
