@@ -202,9 +202,3 @@ def test_a_bad_table_is_one_line_with_its_file(tmp_path, capsys, change, message
         and message in error
         and error.count("\n") == 1
     )
-
-
-def test_a_log_without_any_such_line_is_refused_in_one_line(tmp_path, capsys):
-    (tmp_path / "a.log").write_text("hello\nworld 3\napplications: 4\n" + 1000 * "x\n")
-    assert main(["logs", "parse", str(tmp_path / "a.log")]) == 2
-    assert f"log={tmp_path / 'a.log'}: holds no iteration line" in capsys.readouterr().err
