@@ -129,21 +129,19 @@ class Typed(click.ParamType):
 
 def parameters_of(p: inspect.Parameter, hint: Any) -> list[click.Parameter]:
     """What a parameter of a command is on the command line."""
-    source = hint
-    if typing.get_origin(hint) is typing.Annotated:
-        source = hint.__metadata__[0]
+    (source,) = getattr(hint, "__metadata__", [hint])
     if dataclasses.is_dataclass(source):
         fields = [f for f in dataclasses.fields(source) if f.metadata.get("cli", True)]
-        return [_parameter(f.name, f.type, f, _is_open(p, hint)) for f in fields]
+        return [_parameter(f.name, f.type, f, _is_open(hint)) for f in fields]
     field = p.default
     if field is p.empty:
         field = option(argument=None)
     return [_parameter(p.name, hint, field)]
 
 
-def _is_open(p: inspect.Parameter, hint: Any) -> bool:
-    """Whether the parameter takes what was given of a dataclass's fields as a dictionary."""
-    return typing.get_origin(hint) is typing.Annotated and p.kind is not p.VAR_KEYWORD
+def _is_open(hint: Any) -> bool:
+    """Whether a parameter takes what was given of a dataclass's fields as a dictionary."""
+    return getattr(hint, "__origin__", None) == dict[str, Any]
 
 
 def _parameter(name: str, hint: Any, field: Any, is_open: bool = False) -> click.Parameter:
@@ -182,7 +180,7 @@ def command(group: click.Group | None, name: str = "") -> Callable[[Callable], c
         hints = typing.get_type_hints(function, include_extras=True)
         parameters = list(inspect.signature(function).parameters.values())
         # of options with one name the first counts: those of a dictionary come last
-        parameters.sort(key=lambda p: _is_open(p, hints[p.name]))
+        parameters.sort(key=lambda p: _is_open(hints[p.name]))
         takers = dict[str, inspect.Parameter]()  # what each option is for
         shown = list[click.Parameter]()
         for p in parameters:

@@ -7,7 +7,7 @@ from typing import Any
 
 from trilane.utils.hooks import hook
 
-SUBJECTS = ("explorer", "forecast", "losses", "planning", "runs")
+SUBJECTS = ("explorer", "forecast", "losses", "runs")
 
 
 def __getattr__(name: str) -> Any:

@@ -10,6 +10,7 @@ from matplotlib.figure import Figure
 
 from trilane.analysis import measure
 from trilane.analysis.measure import Measurement
+from trilane.costmodel.backtest import Backtest
 from trilane.report.plots.style import COLORS, INK, figure, finished, name_rows, plain
 from trilane.utils.tables import Text
 
@@ -46,4 +47,31 @@ def phases(measurements: Sequence[Measurement]) -> Figure | Text:
     table.plot.barh(stacked=True, ax=axes, width=0.62, color=PARTS, ec=INK, lw=0.3)
     name_rows(axes, table.index)
     finished(axes, "", xlabel="seconds of an iteration")
+    return drawn
+
+
+def predicted_over_measured(result: Backtest, what: str = "seconds") -> Figure | Text:
+    """Predicted against measured, a dot per row, a color per GPU and stack, with the diagonal;
+    seconds on log axes.
+
+    `what` is "seconds" (per iteration) or "memory" (GiB of a first-stage GPU).
+    """
+    columns = ["sec_per_it", "sec_pred"]
+    if what == "memory":
+        columns = ["mem_gib", "mem_gib_pred"]
+    runs = result.runs.dropna(subset=columns)
+    if runs.empty:
+        return Text.of("No row has its {}.", what)
+    drawn, axes = figure(7.5, 5.0)
+    groups = runs.groupby("group", sort=False)[columns]
+    for color, (name, dots) in zip(COLORS, groups, strict=False):
+        label = plain(f"{name} ({len(dots)})")
+        axes.scatter(*dots.to_numpy().T, s=22, color=color, alpha=0.75, lw=0, label=label)
+    values = runs[columns].to_numpy()
+    ends = [values.min(), values.max()]
+    axes.plot(ends, ends, color=INK, lw=0.8, ls="--", label="predicted = measured")
+    unit = "GiB" if what == "memory" else "seconds per iteration"
+    scale = "linear" if what == "memory" else "log"
+    names = {"xlabel": f"measured ({unit})", "ylabel": f"predicted ({unit})"}
+    finished(axes, "", xscale=scale, yscale=scale, **names)
     return drawn
