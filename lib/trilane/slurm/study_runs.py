@@ -30,10 +30,13 @@ from trilane.workspace.study import Study
 
 @dataclass(frozen=True, kw_only=True)
 class StudyRun:
-    """One plan, why it was chosen, and its folder, completed before or not."""
+    """One plan, why it was chosen, the files by name that were rendered for it, and its folder,
+    completed before or not.
+    """
 
     plan: Plan
     reason: str
+    files: dict[str, str]
     folder: Path
     is_completed: bool
 
@@ -65,9 +68,9 @@ class StudyRuns(Table):
 
     def files(self) -> Html:
         """The files of the first run folder."""
-        texts = script.files(self.rows[0].plan, script_site(self.site), self.request)
         template = "<details><summary>{}</summary><pre>{}</pre></details>"
-        return Html.joined("", [Html.of(template, name, text) for name, text in texts.items()])
+        parts = [Html.of(template, name, text) for name, text in self.rows[0].files.items()]
+        return Html.joined("", parts)
 
     @cached_property
     def findings(self) -> dict[str, list[JobFinding]]:
@@ -135,15 +138,6 @@ class StudyRuns(Table):
         return Text.of(text, done, len(states), self.study.folder / "runs")
 
 
-def script_site(site: Site) -> Site:
-    """The site of the job script in a run folder: at site `local` no script is needed, but a
-    generic one is written.
-    """
-    if site.is_local:
-        return sites.site("generic")
-    return site
-
-
 def prepare_runs(
     study: Study,
     site: str,
@@ -167,6 +161,8 @@ def prepare_runs(
     `lr`. Raises ValueError for an impossible plan.
     """
     where = sites.site(site)
+    # at site `local` no script is needed, but a generic one is written
+    of_script = sites.site("generic") if where.is_local else where
     plans = study.plans()
     reasons = dict.fromkeys(range(len(plans[:count])), "fastest predicted")
     for number, plan in enumerate(plans):
@@ -178,9 +174,13 @@ def prepare_runs(
     for number, reason in reasons.items():
         before = plans[number]
         plan = _trained(before, engine or before.engine, data, lr, Limits(**run))
-        texts = script.files(plan, script_site(where), request)
-        folder, is_completed = study.run_folder(plan, texts, jobs.active_jobs)
-        rows.append(StudyRun(plan=plan, reason=reason, folder=folder, is_completed=is_completed))
+        files = script.files(plan, of_script, request)
+        folder, is_completed = study.run_folder(plan, files, jobs.active_jobs)
+        rows.append(
+            StudyRun(
+                plan=plan, reason=reason, files=files, folder=folder, is_completed=is_completed
+            )
+        )
     return StudyRuns(study=study, site=where, request=request, rows=tuple(rows))
 
 
