@@ -114,10 +114,12 @@ def test_a_ramp_is_measured_at_its_full_batch_and_everywhere_alike(folder, capsy
     m, plan = measure(folder), small_plan(dp=2)
     seconds = 0.3002
     assert (m.iterations, m.config.gbs, m.sec_per_it) == (8, 4, pytest.approx(seconds, rel=1e-12))
-    assert m.flops_per_s_per_gpu == pytest.approx(plan.shape.flops_per_iteration(4) / seconds / 2)
+    assert m.flops_per_s["narayanan"] == pytest.approx(
+        plan.shape.flops_per_iteration(4) / seconds / 2
+    )
     assert m.memory_bytes == 8 * 2**20 and m.status == "completed"
     assert math.isnan(m.mfu), "what a CPU was measured to do is no peak"
-    tflops = m.flops_per_s_per_gpu / 1e12
+    tflops = m.flops_per_s["narayanan"] / 1e12
 
     for record in parsed(capsys, folder, folder / "run.log")[1]:
         assert record == m.to_json()

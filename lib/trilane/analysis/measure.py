@@ -95,22 +95,17 @@ class Measurement(Record):
         """How the run ended, or that it runs."""
         return self.log.status
 
-    @property
-    def flops_per_s_per_gpu(self) -> float:
-        """By Narayanan's definition; the printed rate where the shape is unknown, NaN where there
-        is neither.
-        """
-        return self.flops_per_s.get("narayanan", self.flops_per_s.get("printed", math.nan))
-
     def row(self) -> dict[str, Any]:
         """The run in base units, memory in GiB, NaN where unknown; what the log shows of its end is
         text.
 
+        `tflops` are per GPU by Narayanan's definition, else as printed.
         `lost` is the share of the printed time that iterations took beyond the median: stalls,
         checkpoints. Without a step of the optimizer were `skipped`, with a NaN `nan_iterations`, as
         the log counts them.
         """
         log = self.log
+        printed = self.flops_per_s.get("printed", math.nan)
         later = log.column("sec_per_it")[WARM_UP:]
         beyond = np.maximum(later - self.sec_per_it, 0)
         losses = log.iterations.reindex(columns=["lm_loss"])["lm_loss"].dropna()
@@ -130,7 +125,7 @@ class Measurement(Record):
         return row | {
             "memory_gib": self.memory_bytes / 2**30,
             "sec_per_it": self.sec_per_it,
-            "tflops": self.flops_per_s_per_gpu / 1e12,
+            "tflops": self.flops_per_s.get("narayanan", printed) / 1e12,
             "mfu": self.mfu,
             "lost": np.nansum(beyond) / (np.nansum(later) or math.nan),
             "loss": losses.iloc[-1] if len(losses) else math.nan,
@@ -265,13 +260,14 @@ def phases(run: Measurement) -> dict[str, float]:
     medians = run.log.timers.drop(columns="iteration", errors="ignore").median().dropna()
     seconds = dict.fromkeys(TIMERS["phases"], 0.0)
     for name, median_s in medians.items():
-        fitting = [p for p, pattern in TIMERS["phases"].items() if re.search(pattern, name)]
         # a timer that includes others that were printed too would count them twice
-        is_sum = bool(re.search(TIMERS["include_others"], name))
-        if name in TIMERS["include"]:
-            is_sum = len(medians.filter(regex=TIMERS["include"][name])) > 0
-        if fitting and not is_sum:
-            seconds[fitting[0]] += float(median_s)
+        parts = TIMERS["include"].get(name)
+        if parts and len(medians.filter(regex=parts)):
+            continue
+        for phase, pattern in TIMERS["phases"].items():
+            if re.search(pattern, name):
+                seconds[phase] += float(median_s)
+                break
     if "forward-compute" in medians:
         seconds["data"] = 0.0
     return {phase: value for phase, value in seconds.items() if value}
