@@ -22,7 +22,7 @@ import pytest
 from support import REPOSITORY, small_cluster, small_plan, wait_until
 
 from trilane.config.plan import Plan
-from trilane.slurm import chain, client, jobs, script
+from trilane.slurm import client, jobs, script
 from trilane.slurm.sites import JobRequest, Site
 from trilane.workspace.run import Run, iteration
 
@@ -233,9 +233,15 @@ def lead(folder: Path, true: Callable[[], bool], what: str) -> None:
     wait_until(has_come, PATIENCE_S, what)
 
 
+def links(folder: Path) -> list[Path]:
+    """The run folders of a chain in order."""
+    paths = [plan.parent for plan in folder.glob("*/plan.json")]
+    return sorted(paths, key=lambda path: Run(path).plan.run.start_iteration)
+
+
 def submit_chain(folder: Path, times: int = 1) -> list[str]:
     """Submit the stages of a chain in order, `times` jobs each; their ids."""
-    runs = [Run(path) for path in chain.stages_of(folder)]
+    runs = [Run(path) for path in links(folder)]
     made = jobs.submit_all(runs, SITE, REQUEST, times=times, parallel=1)
     return [job for _, job in made]
 

@@ -129,7 +129,6 @@ READERS = (
         "plan backtest X",
     ),
     *(
-        "slurm submit chain --site generic",
         "debug rehearse X",
         "calibrate X --cluster h200 -o new.json",
     ),
@@ -140,8 +139,7 @@ READERS = (
 def test_a_file_that_is_not_what_is_read_is_refused_by_every_reader(
     here: Path, capsys: pytest.CaptureFixture[str], data: bytes
 ) -> None:
-    for name in ("X.json", "chain/chain.json"):
-        write(name, data)
+    write("X.json", data)
     for line in READERS:
         refused(capsys, *shlex.split(line.replace("X", "X.json")))
 
@@ -218,7 +216,6 @@ GOOD = json.dumps(small_plan().to_json())
 ARGUMENTS = "convert megatron --read X --cluster h200"
 SCRIPT, SWEEP = "slurm script plan.json --site generic", "slurm sweep X new --site generic"
 SEARCH = "plan search --shape 6,64,4,32,384 --gpus 8 --gbs 8"
-CHAIN = "slurm submit folder --site generic"  # of the file folder/chain.json
 # a command, of which X is a file, and what that holds
 CASES: dict[str, tuple[str, Any]] = {
     "infinite": ("plan show X", GOOD.replace('"adam_eps": 1e-08', '"adam_eps": 1e400')),
@@ -235,7 +232,6 @@ CASES: dict[str, tuple[str, Any]] = {
     ),
     "two of one label": (SWEEP, [small_plan().to_json()] * 2),
     "a plan among plans": ("plan show X:$(id)", {"plans": [small_plan().to_json()]}),
-    "a way out of a chain": (CHAIN, {"site": "local", "links": ["../a"]}),
     "time": (f"{SCRIPT} --time-limit '1:00:00\n#SBATCH --wrap=x'", ""),
     "endless time": (f"{SCRIPT} --time-limit {'9' * 5000}:00:00", ""),
     "template": (f"{SCRIPT} --template ../parts/directives", ""),
@@ -251,7 +247,7 @@ def test_what_cannot_be_is_refused_in_one_clean_line_and_soon(
     here: Path, capsys: pytest.CaptureFixture[str], line: str, content: Any
 ) -> None:
     write("a/plan.json", small_plan().to_json())  # what a way out would find
-    for name in ("X.json", "X.md", "X.csv", "folder/chain.json"):
+    for name in ("X.json", "X.md", "X.csv"):
         write(name, content)
     refused(capsys, *shlex.split(re.sub(r"\bX\b(?!\.)", "X.json", line)))
 

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+from slurm_cluster import links
 
 from trilane.cli.app import main
 from trilane.config.batch_rampup import Ramp
@@ -67,7 +68,7 @@ def test_document_004s_schedule_becomes_a_chain_in_which_nothing_is_refused(
     assert {(n, b, m) for n, m, b, _, _ in said} >= set(ON_16_GB), (
         "every row of the document is a link"
     )
-    paths, site = chain.stages_of(tmp_path / "c"), sites.site("jean-zay-v100-16g")
+    paths, site = links(tmp_path / "c"), sites.site("jean-zay-v100-16g")
     request = JobRequest(account="six@v100", time_limit="20:00:00")
     plans = [read_plan(path / "plan.json") for path in paths]
     for path, link in zip(paths, plans, strict=True):

@@ -21,6 +21,7 @@ from slurm_cluster import (
     allow,
     ended,
     lead,
+    links,
     losses,
     one,
     one_process_a_node,
@@ -267,7 +268,7 @@ def test_two_links_on_1_and_2_nodes_follow_the_ramp_with_the_losses_of_one_run(
     assert main(["slurm", "submit", folder, *asked]) == 0
     submitted, paths = (
         json.loads(capsys.readouterr().out)["submitted"],
-        chain.stages_of(Path(folder)),
+        links(Path(folder)),
     )
     ids = [job for path in paths for job in submitted[str(path)]]
     after = [e["after"] for path in paths for e in ledger.events(path, "submitted")]

@@ -20,7 +20,7 @@ from trilane.analysis.measure import measure
 from trilane.cli.app import main
 from trilane.costmodel.shipped import calibration_for
 from trilane.launch.outcome import judge
-from trilane.slurm import attempt, chain, client, jobs
+from trilane.slurm import attempt, client, jobs
 from trilane.utils.validation import shipped_json
 from trilane.workspace import checkpoints, ledger, phase_times
 from trilane.workspace import run as run_module
@@ -114,7 +114,6 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
         study.save("plans.json", {"plans": [entry]}, "02")
         study.save("sizing.json", sizing, "01")
         study.save("calibration.json", calibration, "04")
-        (study.folder / "chain.json").write_text(json.dumps({"site": "test", "links": ["runs/r"]}))
         (outputs / "local.json").write_text(json.dumps(plan["cluster"]))
     return outputs
 
@@ -187,7 +186,6 @@ FILES: dict[str, tuple[Reader, ...]] = {
     ),
     "s/sizing.json": (lambda study: Study("s").model(),),
     "s/calibration.json": (lambda study: calibration_for(load_cluster("jz-h100"), "s"),),
-    "s/chain.json": (chain.stages_of,),
     "local.json": (lambda study: load_cluster("local"),),
 }
 

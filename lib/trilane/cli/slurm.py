@@ -76,12 +76,13 @@ def submit(
     every = [Run(folder) for folder in folders_of(runs)]
     # where all are completed, the check refuses them with that reason
     asked = [run for run in every if not run.is_completed] or every
+    asked.sort(key=lambda run: run.plan.run.start_iteration)
     findings = {run: preflight.check_job(run.plan, job.site, job, run, job.allow) for run in asked}
     is_refused = any(preflight.refused(found) for found in findings.values())
     submitted = dict[Run, list[str]]()
     if not is_refused and not dry_run:
-        # a stage loads the checkpoint of the one before
-        most = 1 if any(map(chains.is_chain, runs)) else parallel
+        # a link loads the checkpoint of the one before
+        most = 1 if any(run.plan.run.start_iteration for run in asked) else parallel
         for run, one in jobs.submit_all(asked, job.site, job, times=times, parallel=most):
             submitted.setdefault(run, []).append(one)
     lines = []
@@ -152,8 +153,6 @@ def folders_of(runs: Sequence[str]) -> list[Path]:
     for run in runs:
         if not Path(run).is_dir() and locate_plan(run)[0].is_file():
             folders.append(run_folder_of(run, True))
-        elif chains.is_chain(run):
-            folders += chains.stages_of(Path(run))
         else:
             folders += run_folders([run])
     by_place: dict[Path, Path] = {}

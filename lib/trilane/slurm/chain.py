@@ -4,7 +4,6 @@ the batch ramp-up.
 SLURM runs one job of a run's name at a time, in the order of submission.
 """
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -17,11 +16,7 @@ from trilane.config.plan import Plan
 from trilane.costmodel.predict import predict
 from trilane.slurm import script
 from trilane.slurm.sites import JobRequest, Site
-from trilane.utils.validation import is_count, read_object, require, require_integer, require_label
-from trilane.workspace.run import write_text
-
-# the names of the stages' run folders in order
-INDEX = "chain.json"
+from trilane.utils.validation import is_count, require, require_integer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,23 +142,7 @@ def create(
     plans = [plan]
     if stages:
         plans = links(plan, stages, folder)
-    folders = script.create({folder / link.label: link for link in plans}, site, request)
-    index = {"links": [link.label for link in plans]}
-    write_text(folder / INDEX, json.dumps(index, indent=1) + "\n")
-    return folders
-
-
-def is_chain(folder: str | Path) -> bool:
-    """Whether that is the folder of a chain."""
-    return (Path(folder) / INDEX).exists()
-
-
-def stages_of(folder: Path) -> list[Path]:
-    """The run folders of a chain, in order."""
-    labels = [str(label) for label in read_object(folder / INDEX, "chain", links=list)["links"]]
-    for label in labels:
-        require_label("chain.links", label)
-    return [folder / label for label in labels]
+    return script.create({folder / link.label: link for link in plans}, site, request)
 
 
 def phases(plan: Plan) -> list[Phase]:
