@@ -17,10 +17,8 @@ from trilane.logs.reading.reader import Reader
 from trilane.logs.reading.runs import PartialRun
 from trilane.logs.reading.trainer_dicts import number_iterations
 from trilane.logs.table import NumericTable
-from trilane.utils.numbers import ranges
 from trilane.utils.tables import DataFrame, Table, show
 from trilane.utils.validation import shown
-from trilane.workspace.rank_grid import MOST
 from trilane.workspace.status import Status, known_status
 
 INTEGERS = (
@@ -46,7 +44,8 @@ class RunLog(Table):
                  it (None if unknown), `hosts` those of the line or of its rank, and `exclude` the
                  nodes at fault, as SLURM's --exclude takes them
     endings      all lines about an end, in their order
-    collectives  the ranks whose NCCL watchdogs report that a collective timed out, and the others
+    collectives  by the ranks' NCCL watchdogs: the ranks of each process group that timed out, and
+                 what each reports
     notes        what a run of trilane prints of itself: SLOW, NOT FINITE, CHECKPOINT NOT SAVED; and
                  what of the file could not be read
     problems     numbers that cannot be right, or that nothing shows to be right
@@ -158,7 +157,7 @@ def _finish(run: PartialRun, path: Path, notes: tuple[str, ...]) -> RunLog:
         hosts=hosts,
         exclude=excluded(hosts) if end.blames_node else "",
         endings=tuple(run.endings),
-        collectives=_collectives(run) if end.status.has_failed else (),
+        collectives=tuple(run.watchdogs.lines(run.places.world)) if end.status.has_failed else (),
         notes=tuple(dict.fromkeys((*run.own, *notes))),
         problems=tuple(checks.problems(iterations)),
     )
@@ -171,19 +170,6 @@ def _learn_places(run: PartialRun) -> None:
     places.world = world if isinstance(world, int) else 0
     places.has_launchers |= b"[default" in run.last_line[:40]
     places.see(place_of(run.last_line), run.last_line)
-
-
-def _collectives(run: PartialRun) -> tuple[str, ...]:
-    """Which ranks report that a collective timed out. Those that do not come to it print nothing,
-    or less.
-    """
-    if not run.timed_out:
-        return ()
-    text = f"timed out in a collective: ranks {ranges(run.timed_out)}"
-    silent = {*range(min(run.places.world, MOST))} - run.timed_out
-    if silent:
-        text += f"; this log has no time-out of ranks {ranges(silent)}"
-    return (text,)
 
 
 def _end(run: PartialRun) -> Ending:

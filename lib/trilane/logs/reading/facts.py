@@ -6,8 +6,9 @@ from dataclasses import replace
 from trilane.logs import arguments, endings
 from trilane.logs.dialects import Span
 from trilane.logs.endings import Ending, Level
-from trilane.logs.places import Place, place_of
+from trilane.logs.places import Place
 from trilane.logs.reading.runs import PartialRun
+from trilane.logs.watchdog import WORDS
 
 # printed only when a training begins
 LAUNCH = re.compile(
@@ -83,11 +84,8 @@ class Facts:
 
     def end(self, line: bytes, run: PartialRun) -> bool:
         """Read endings and tracebacks; whether the line may be part of one, digits aside."""
-        if b"Watchdog caught" in line:
-            rank = place_of(line).rank
-            # torch before 2.2 numbers it in a group that it does not name
-            if rank is not None:
-                run.timed_out.add(rank)
+        if any(word in line for word in WORDS):
+            run.watchdogs.read(line)
         run.places.has_launchers |= bool(LAUNCHERS.search(line))
         was_open = self.traceback > 0
         raised = self._raised(line, run)

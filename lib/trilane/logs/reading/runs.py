@@ -11,6 +11,7 @@ from trilane.logs.endings import ENDS, Ending, Level, joined, superseded
 from trilane.logs.places import Places
 from trilane.logs.prefixes import source, timestamp
 from trilane.logs.table import NAN, NumericTable, Row
+from trilane.logs.watchdog import Watchdogs
 from trilane.utils.validation import require
 
 MAX_RUNS = 10_000  # of a file
@@ -37,7 +38,7 @@ class PartialRun:
         self.follows = follows  # a run before it in the file
         self.launched = False  # whether its launch was read
         self.endings: list[Ending] = []
-        self.timed_out: set[int] = set()  # ranks whose NCCL watchdog reports it
+        self.watchdogs = Watchdogs()
         self.places = Places()
         self.iteration = 0.0  # the number of the last one, 0 before the first
         self.first_iteration = 1  # what the program calls its first iteration
