@@ -213,7 +213,9 @@ class Backtest(Table):
         if "mem_median" in f:
             text = f"Memory: {errors}."
             parts.append(Text.of(text, f["mem_median"], f["mem_p90"], f["mem_n"]))
-        parts.append(Text.of("{} rows could not be read.", len(self.skipped)))
+        if self.skipped:
+            text = "{} rows could not be read; the first: {}"
+            parts.append(Text.of(text, len(self.skipped), self.skipped[0].reason))
         return Text.joined("\n\n", parts)
 
 
