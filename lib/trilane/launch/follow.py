@@ -20,8 +20,8 @@ def follow(
     plan: Plan,
     show_progress: bool,
     deadline: float,
-    check: Callable[[], None] = lambda: None,
-    news: Callable[[], str] = str,
+    check: Callable[[], None],
+    news: Callable[[], str],
 ) -> int:
     """Copy the ranks' output to run.log until the child ends; its exit code.
 

@@ -10,7 +10,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -66,17 +66,9 @@ def train_local(
     return outcome
 
 
-@dataclass(frozen=True, kw_only=True)
-class TrainedRun:
-    """The folder of a run, as measure() takes it, and how it ended."""
-
-    folder: Path
-    status: RunStatus
-
-
 def train(
     plan: Plan | Path | str, layer: str = "", *, study: str = "python", **run: Any
-) -> TrainedRun:
+) -> Run:
     """Train the plan here, in a run folder of the study; one that has completed there is not
     trained again.
 
@@ -97,10 +89,9 @@ def train(
     plan = replace(plan, label=label, layer=own, data=data, run=replace(plan.run, **run))
     text = json.dumps(plan.to_json(), indent=1) + "\n"
     folder, is_completed = Study.open(study).run_folder(plan, {"plan.json": text})
-    status = Run(folder).status
-    if not is_completed or status is None:
-        status = train_local(folder)
-    return TrainedRun(folder=folder, status=status)
+    if not is_completed:
+        train_local(folder)
+    return Run(folder)
 
 
 def _run(
