@@ -39,14 +39,13 @@ def size_text(number: float) -> str:
     return f"{float(f'{number:.3g}'):g}"
 
 
-def with_interval(value: float, low: float, high: float) -> tuple[str, str, str]:
+def with_bounds(value: float, low: float, high: float) -> str:
     """A number and its interval with two significant digits of half the width, at most four in all:
-    103.27 of 97.162 to
-    109.83 is "103.3", "97.2", "109.8".
+    103.27 of 97.162 to 109.83 is "103.3 (97.2 to 109.8)".
     """
     half = (high - low) / 2
     if not (0 < half < math.inf and value):
-        return amount(value), amount(low), amount(high)
+        return f"{amount(value)} ({amount(low)} to {amount(high)})"
     place = math.floor(math.log10(half)) - 1
     place = max(place, math.floor(math.log10(abs(value))) + 1 - DIGITS)
     decimals = max(0, -place)
@@ -54,13 +53,7 @@ def with_interval(value: float, low: float, high: float) -> tuple[str, str, str]
     def rounded(number: float) -> str:
         return f"{round(number, -place) + 0.0:,.{decimals}f}"  # + 0.0: no "-0"
 
-    return rounded(value), rounded(low), rounded(high)
-
-
-def with_bounds(value: float, low: float, high: float) -> str:
-    """A number with its interval: "103.3 (97.2 to 109.8)"."""
-    text, low_text, high_text = with_interval(value, low, high)
-    return f"{text} ({low_text} to {high_text})"
+    return f"{rounded(value)} ({rounded(low)} to {rounded(high)})"
 
 
 def ranges(numbers: Iterable[int]) -> str:

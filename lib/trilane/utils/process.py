@@ -120,12 +120,12 @@ def context(method: str) -> Any:
     return multiprocessing.get_context(method)
 
 
-def interrupt(child: Child, within_s: float = 8.0) -> None:
-    """Interrupt the leader of a process group and wait; after so many seconds kill the group."""
+def interrupt(child: Child) -> None:
+    """Interrupt the leader of a process group and wait; after eight seconds kill the group."""
     if child.poll() is None:
         child.send_signal(signal.SIGINT)
         try:
-            child.wait(within_s)
+            child.wait(8.0)
         except subprocess.TimeoutExpired:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(child.pid, signal.SIGKILL)
@@ -180,15 +180,15 @@ def die_with(parent: int, number: int = signal.SIGKILL) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-def allow_open_files(most: int = 65_536) -> None:
-    """Raise this process's limit of open files, and its children's, to `most` where the hard limit
+def allow_open_files() -> None:
+    """Raise this process's limit of open files, and its children's, to 65,536 where the hard limit
     allows it.
     """
     # The first node keeps a connection to each rank and node of a run: with 1,024, a common limit,
     # 128 nodes of 8 GPUs cannot meet (torch's store then answers nobody any more).
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     # RLIM_INFINITY is -1: a hard limit without end, as on macOS, leaves the soft one as it is
-    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(most, hard)), hard))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(65_536, hard)), hard))
 
 
 @contextlib.contextmanager

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from trilane.utils.files import read_text
+from trilane.utils.tables import grouped
 from trilane.utils.validation import from_mapping, require, require_integer
 from trilane.workspace.place import Known
 
@@ -98,10 +99,8 @@ class Grid:
     @property
     def nodes(self) -> dict[str, list[int]]:
         """The ranks of each node."""
-        nodes: dict[str, list[int]] = {}
-        for place in self.places:
-            nodes.setdefault(place.node, []).append(place.rank)
-        return nodes
+        nodes = grouped(self.places, lambda place: place.node)
+        return {node: [place.rank for place in places] for node, places in nodes.items()}
 
     def node_name(self, node: str) -> str:
         """A node in words: its name, or "node 3 of 8" where names are unknown."""

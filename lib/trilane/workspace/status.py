@@ -129,15 +129,13 @@ def verdict(
     )
 
 
-def write_status(folder: Path, status: RunStatus) -> bool:
-    """Write status.json, whole or not at all; False where the disk is full."""
+def write_status(folder: Path, status: RunStatus) -> None:
+    """Write status.json, whole or not at all; nothing where the disk is full."""
     try:
         replace_text(folder / "status.json", json.dumps(asdict(status), indent=2) + "\n")
     except OSError as error:
         if error.errno not in FULL:
             raise
-        return False
-    return True
 
 
 def known_status(folder: Path) -> RunStatus | None:
