@@ -66,9 +66,7 @@ def train_local(
     return outcome
 
 
-def train(
-    plan: Plan | Path | str, layer: str = "", *, study: str = "python", **run: Any
-) -> Run:
+def train(plan: Plan | Path | str, layer: str = "", *, study: str = "python", **run: Any) -> Run:
     """Train the plan here, in a run folder of the study; one that has completed there is not
     trained again.
 
