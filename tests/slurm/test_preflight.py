@@ -103,6 +103,20 @@ def test_the_time_is_that_of_all_iterations_with_their_evaluations(folder: Path)
         assert levels(found, "time") == late
 
 
+@pytest.mark.parametrize(("signal_s", "wanted"), [(300, []), (12, [WARNING])])
+def test_the_signal_before_the_limit_leaves_time_for_an_iteration_and_a_save(
+    signal_s: int, wanted: list[str], folder: Path
+) -> None:
+    """15.8 GB by two nodes of 1 GB/s: 8 s, as an iteration is predicted to take. Forty hours of
+    iterations are two jobs of twenty.
+    """
+    long = good(folder, train_iters=int(40 * 3600 / predict(plan()).sec_per_it))
+    found = [f for f in findings(folder, long, signal_s=signal_s) if f.rule == "signal"]
+    assert [f.level for f in found] == wanted
+    if found:
+        assert "8 s of an iteration and 8 s of a save, predicted" in found[0].message
+
+
 V100_PLAN = {"place": "jz-v100-32g", "train_iters": 100}
 OFFLOAD = {"tp": 2, "pp": 1, "dp": 8, "zero": 1, "offload": "optimizer", "mbs": 1}
 BIG = "72,14336,64,2048,50304"

@@ -14,7 +14,7 @@ from trilane.config.parallelism import cluster_rules
 from trilane.config.plan import Plan
 from trilane.costmodel.predict import IMPOSSIBLE, Prediction, predict
 from trilane.costmodel.trace import trace_of
-from trilane.forecasting.failures import evaluation_s
+from trilane.forecasting.failures import FailureModel, evaluation_s
 from trilane.slurm.script import nodes_of
 from trilane.slurm.sites import JobRequest, Site
 from trilane.workspace.checkpoints import checkpoint_bytes, found_in
@@ -26,6 +26,8 @@ REFUSAL = "refusal"
 WARNING = "warning"
 # where many GPUs would wait for what a laptop could have found
 MANY_GPUS = 32
+# what is predicted may take so much longer
+MARGIN = 1.5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -245,19 +247,28 @@ def storage(job: JobCheck) -> Findings:
 
 
 def time(job: JobCheck) -> Findings:
-    """The training ends, or saves a checkpoint, before the job's time limit. Left out: whether the
-    signal before the limit leaves time for an iteration and a save.
+    """The training ends, or saves a checkpoint, before the job's time limit; the signal before the
+    limit leaves time for an iteration and a save. Left out: evaluations.
     """
     run = job.plan.run
     limit_s = job.request.time_limit_s
     own_s = run.exit_duration_minutes * 60
+    signal_s = job.request.signal_s
     if job.needed_s > limit_s:
         message = f"{run.goal - run.start_iteration} iterations take {job.needed_s / 3600:.1f} h, "
         message += f"the limit is {limit_s / 3600:.1f} h"
         interval_s = run.save_interval * job.prediction.sec_per_it
-        if job.request.signal_s or own_s or 0 < interval_s < limit_s:
+        if signal_s or own_s or 0 < interval_s < limit_s:
             yield warning("time", message, "submit jobs one after another, as a chain")
         else:
             message += ", and no checkpoint is saved before"
             remedy = "save_interval, exit_duration_minutes or --signal-s"
             yield refusal("checkpoints", message, remedy)
+    # by the storage that was measured on the nodes of the job, or of the plan
+    risks = FailureModel().measured(job.cluster).measured(job.plan.cluster)
+    save_s = risks.save_s(checkpoint_bytes(job.plan.shape), job.nodes)
+    step_s = job.prediction.sec_per_it
+    if job.needed_s * MARGIN > limit_s and 0 < signal_s < step_s + save_s:
+        message = f"{signal_s} s before the limit are less than {step_s:.0f} s of an iteration "
+        message += f"and {save_s:.0f} s of a save, predicted: nothing is saved"
+        yield warning("signal", message, f"--signal-s {MARGIN * (step_s + save_s):.0f}")
