@@ -210,6 +210,14 @@ def test_a_script_that_is_not_what_is_rendered_is_shown_and_refused_until_that_i
     assert not levels(findings(folder, plan(), script=lambda text: text), "changes")
 
 
+@pytest.mark.parametrize(
+    ("rule", "old"), [("kill-on-bad-exit", "--kill-on-bad-exit=1 "), ("pipefail", "o pipefail")]
+)
+def test_traps_of_an_edited_script_are_named(rule: str, old: str, folder: Path) -> None:
+    found = findings(folder, plan(), script=lambda text: text.replace(old, ""))
+    assert levels(found, rule) == [REFUSAL]
+
+
 def test_a_checkpoint_of_another_model_is_refused_and_one_that_is_still_to_come_is_not(
     folder: Path,
 ) -> None:

@@ -97,7 +97,7 @@ def accepted(job: JobCheck) -> Findings:
 
 def edited(job: JobCheck) -> Findings:
     """job.sbatch is what plan, site and options render, so that no other command or option hides in
-    it.
+    it; of one that is not, two traps are named.
     """
     path = job.run.folder / SCRIPT
     if job.site.is_local or not path.exists() or path.read_bytes() == job.script.encode():
@@ -109,6 +109,13 @@ def edited(job: JobCheck) -> Findings:
     text = [f"script={SCRIPT}: is not what plan, site and options render", *lines]
     remedy = "give the options it was written with, or delete it, or --allow changes"
     yield refusal("changes", "\n".join(text[: SHOWN + 1]), remedy)
+    if "srun" in script and "--kill-on-bad-exit=1" not in script:
+        message = "srun without --kill-on-bad-exit=1: when one node fails, the others wait until "
+        remedy = "srun --kill-on-bad-exit=1 --wait=15 ..."
+        yield refusal("kill-on-bad-exit", f"{message}the time limit", remedy)
+    if "| tee" in script and "pipefail" not in script:
+        message = "a pipe into tee without pipefail: a failed run counts as COMPLETED"
+        yield refusal("pipefail", message, "set -euo pipefail")
 
 
 CHECKS: tuple[Callable[[JobCheck], Findings], ...] = (
