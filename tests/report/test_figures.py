@@ -39,7 +39,7 @@ def test_the_explorer_shows_the_best_the_front_and_each_plan_once_with_its_predi
     assert ids[0] == best.plan.id and len({*ids}) == len(ids) <= 40
     assert {found.pareto[0].plan.id, found.pareto[-1].plan.id} <= {*ids}
     p, row = best.prediction, rows[0]
-    assert row["lo"] < row["s"] < row["hi"]
+    assert row["lo"] < row["s"] < row["hi"] and row["evidence"] == p.support.words
     assert sum(row["times"]) == pytest.approx(p.sec_per_it, rel=1e-3)
     assert sum(row["memory"]) == pytest.approx(p.memory_bytes / 2**30, rel=1e-3)
 

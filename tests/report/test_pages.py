@@ -277,6 +277,10 @@ def test_keys_walk_all_plans_pin_two_and_zoom_the_schedule(explorer: Any, page: 
     page.keyboard.press("b")
     page.wait_for_timeout(300)
     assert shown(explorer) == [seen[-2], seen[-1], seen[-2]]
+    words = explorer.locator("svg.marks").text_content()
+    assert words.count(seen[-1]) == 1 and words.count(seen[-2]) == 2, (
+        "their numbers stand side by side"
+    )
     ticks = explorer.locator(".schedule_group .role-axis-label text")
     whole = {*ticks.all_text_contents()}
     explorer.locator("svg.marks").focus()

@@ -19,7 +19,7 @@ from trilane.planning.search_result import Candidate, SearchResult
 from trilane.planning.sizing import training_days
 from trilane.report.plots.interactive import Interactive, tooltips
 from trilane.report.plots.style import INK, LIMIT, plain
-from trilane.utils.numbers import chance
+from trilane.utils.numbers import chance, size_text, with_interval
 from trilane.utils.tables import grouped
 from trilane.utils.validation import shipped_json
 
@@ -45,7 +45,7 @@ def explorer(found: SearchResult, tokens: float = 0.0) -> Interactive:
     """The best plan of each TP x PP x DP, the front of speed and memory, and what risks the memory,
     some 40 in all.
 
-    A click shows a plan's parts, next to two that are pinned as A and B: at first the fastest, and
+    A click shows a plan in full, next to two that are pinned as A and B: at first the fastest, and
     the fastest that may be recommended. `tokens`: of the run whose days are given, 0 for 20 a
     parameter. Raises ValueError where the search has no safe plan.
     """
@@ -67,8 +67,7 @@ def explorer(found: SearchResult, tokens: float = 0.0) -> Interactive:
     memory = _bars("Fullest stage's memory (GiB)", "memory", MEMORY)
     times = _bars("Time by part (s an iteration)", "times", TIMES)
     apart: Any = dict.fromkeys(("color", "opacity", "size"), "independent")
-    parts = alt.concat(times, memory, columns=1).resolve_scale(**apart)
-    panels = alt.concat(_speed(pick), parts, columns=2, spacing=20)
+    panels = alt.concat(_speed(pick), _numbers(rows), times, memory, columns=2, spacing=20)
     both = [panels.resolve_scale(**apart), _schedule()]
     figure = alt.concat(*both, columns=1, spacing=20, data=alt.NamedData("plans"))
     figure = figure.resolve_scale(**apart)
@@ -96,15 +95,17 @@ def plan_row(c: Candidate, tokens: float = 0.0) -> Row:
     p = c.prediction
     schedule = pipeline_schedule(c.topology, p)
     fullest = max(p.stages, key=lambda stage: stage.total)
-    tokens = tokens or TOKENS_PER_PARAMETER * c.plan.shape.parameters
+    numbers = numbers_of(c, tokens or TOKENS_PER_PARAMETER * c.plan.shape.parameters)
     row: Row = {
         "id": c.plan.id,
         "label": plain(c.label),
+        "evidence": p.support.words,
         "gpus": c.topology.gpus,
+        "number": [*numbers],
+        "text": [*numbers.values()],
         "s": p.sec_per_it,
         "lo": p.sec_lo,
         "hi": p.sec_hi,
-        "days": training_days(c.plan.shape, c.topology, p.sec_per_it, tokens),
         "gib": p.memory_bytes / 2**30,
         "oom": chance(p.oom_probability),
         "risk": RISKS[sum(p.oom_probability > limit for limit in (SAFE, RISKY))],
@@ -115,6 +116,26 @@ def plan_row(c: Candidate, tokens: float = 0.0) -> Row:
     row |= dict(zip(RUN, zip(*runs_of(schedule), strict=True), strict=True))
     # five significant digits: a screen shows no more, and a report stays small
     return json.loads(json.dumps(row), parse_float=lambda number: float(f"{float(number):.5g}"))
+
+
+def numbers_of(c: Candidate, tokens: float) -> dict[str, str]:
+    """What is written about a plan, each by its name, on at most two lines, so narrow that three
+    stand on a phone.
+    """
+    p = c.prediction
+    t = c.topology
+    interval = (p.sec_per_it, p.sec_lo, p.sec_hi)
+    days = [training_days(c.plan.shape, t, seconds, tokens) for seconds in interval]
+    return {
+        "TP x CP x PP x DP; id": f"{t.tp} x {t.cp} x {t.pp} x {t.dp}\n{c.plan.id}",
+        "ZeRO; recompute": f"{t.zero}; {t.recompute}",
+        "microbatches": f"{t.microbatches} of {t.mbs}",
+        "seconds (90 %)": "{}\n{} to {}".format(*with_interval(*interval)),
+        "GiB": f"{p.memory_bytes / 2**30:.3g}",
+        "P(out of memory)": chance(p.oom_probability),
+        f"days, {size_text(tokens)} tokens": "{}\n{} to {}".format(*with_interval(*days)),
+        "bubble": f"{p.time.bubble / p.sec_per_it:.1%}",
+    }
 
 
 def runs_of(schedule: PipelineSchedule) -> Iterator[tuple[Any, ...]]:
@@ -156,7 +177,7 @@ def _speed(pick: Any) -> Any:
     )
     bars = base.mark_rule(opacity=0.5).encode(y=alt.Y("lo:Q", **y), y2="hi:Q", color=color)
     titles = {"label": "plan", "id": "id", "gpus": "GPUs", "s": "seconds", "lo": "90 % from"}
-    titles |= {"hi": "to", "days": "days", "gib": "GiB", "oom": "P(out of memory)"}
+    titles |= {"hi": "to", "gib": "GiB", "oom": "P(out of memory)"}
     points = base.mark_point(filled=True, opacity=1, strokeWidth=2.5).encode(
         y=alt.Y("s:Q", **y),
         color=color,
@@ -181,6 +202,21 @@ def _three(**properties: Any) -> Any:
         .transform_flatten(["which"])
     )
     return base.transform_filter("{picked: plan_id, A: a, B: b}[datum.which] == datum.id")
+
+
+def _numbers(rows: Sequence[Row]) -> Any:
+    """The numbers of the picked plan and of the pins."""
+    names = rows[0]["number"]
+    bare: Any = {"domain": False, "ticks": False, "labelFontSize": 11}
+    top = alt.Axis(orient="top", labelAngle=0, labelFontWeight="bold", **bare)
+    text = _three(width=400, height=24 * len(names)).transform_flatten(["number", "text"])
+    text = text.mark_text(lineBreak="\n", lineHeight=11, fontSize=11, baseline="middle")
+    return text.encode(
+        x=alt.X("which:N", title=None, sort=SHOWN, axis=top),
+        y=alt.Y("number:N", title=None, sort=names, axis=alt.Axis(**bare)),
+        text="text:N",
+        tooltip=tooltips({"label": "plan", "evidence": "evidence"}),
+    )
 
 
 def _bars(title: str, field: str, names: Sequence[str]) -> Any:
