@@ -65,6 +65,12 @@ def explorer(found: SearchResult, tokens: float = 0.0) -> Interactive:
         empty=False,
     )
     memory = _bars("Fullest stage's memory (GiB)", "memory", MEMORY)
+    card = found.candidates[0].plan.cluster.gpu.memory_bytes / 2**30
+    if card < 2 * max(row["gib"] for row in rows):
+        row = {"gib": card, "what": f"memory of the card: {card:.4g} GiB"}
+        limit = alt.Chart(alt.Data(values=[row]))
+        limit = limit.mark_rule(color=LIMIT).encode(x="gib:Q", tooltip="what:N")
+        memory = alt.layer(memory, limit)
     times = _bars("Time by part (s an iteration)", "times", TIMES)
     apart: Any = dict.fromkeys(("color", "opacity", "size"), "independent")
     panels = alt.concat(_speed(pick), _numbers(rows), times, memory, columns=2, spacing=20)
