@@ -36,11 +36,10 @@ MAX_REPORTS = 200_000
 
 @dataclass(kw_only=True)
 class Watchdogs:
-    """What the ranks of a run reported: the work that timed out, of a rank, and by process group
-    and rank; and there what was last enqueued and completed ("": not printed).
+    """What the ranks of a run reported, by process group ("": not named) and rank: what timed out,
+    and the work that was last enqueued and completed ("": not printed).
     """
 
-    works: dict[int, str] = field(default_factory=dict)
     timeouts: dict[tuple[str, int], str] = field(default_factory=dict)
     counts: dict[tuple[str, int], str] = field(default_factory=dict)
 
@@ -57,15 +56,14 @@ class Watchdogs:
             rank = int(member[4])
         else:
             return  # before torch 2.2 a rank is numbered in a group that is not named
-        timed = WORK.search(line)
-        if timed:
-            self.works[rank] = f"work {int(timed[1])} ({timed[2].decode()})"
-        if not group:
-            return  # a watchdog's first line names the operation, later ones the group
-        # of another work it is an error, not a timeout
-        timed = timed or TIMED_OUT.search(line)
-        if timed and self.works.get(rank, "").startswith(f"work {int(timed[1])} "):
-            self.timeouts[group, rank] = self.works[rank]
+        if work := WORK.search(line):
+            self.timeouts[group, rank] = f"work {int(work[1])} ({work[2].decode()})"
+        elif timed := TIMED_OUT.search(line):
+            # a watchdog's first line names the operation and not the group, later ones the group
+            # alone; of another work it is an error, not a timeout
+            first = self.timeouts.get(("", rank), "")
+            if first.startswith(f"work {int(timed[1])} "):
+                self.timeouts[group, rank] = first
         counts = self.counts.get((group, rank), "")
         if work := COUNTS.search(line):
             counts = f"last enqueued {int(work[1])}, last completed {int(work[2])}"
@@ -78,19 +76,23 @@ class Watchdogs:
         The log does not give the members of a group: who printed nothing is known of the group of
         all ranks alone.
         """
-        groups = {group for group, _ in self.timeouts}
-        same: defaultdict[tuple[str, str], list[int]] = defaultdict(list)
+        named = {rank for group, rank in self.timeouts if group}
+        groups = {group for group, rank in self.timeouts if group or rank not in named}
+        same: defaultdict[tuple[str, bool, str], list[int]] = defaultdict(list)
         for (group, rank), counts in self.counts.items():
-            if group in groups:
+            if group in groups and (group or rank not in named):
                 work = self.timeouts.get((group, rank), "")
                 text = f"timed out in {work}; {counts}" if work else counts
-                same[group, text.strip("; ")].append(rank)
+                same[group, bool(work), text.strip("; ")].append(rank)
         if DEFAULT in groups:
             printed = {rank for group, rank in self.counts if group == DEFAULT}
             silent = [rank for rank in range(min(world, MOST)) if rank not in printed]
             if silent and max(printed) < world:
-                same[DEFAULT, "nothing of them is in this log"] = silent
-        lines = [f"{key[0]}: ranks {ranges(same[key])}: {key[1]}" for key in sorted(same)]
+                same[DEFAULT, False, "nothing of them is in this log"] = silent
+        lines = []
+        for group, is_late, text in sorted(same):
+            ranks = ranges(same[group, is_late, text])
+            lines.append(f"{group or 'a process group'}: ranks {ranks}: {text}")
         return lines[:SHOWN]
 
 
