@@ -225,6 +225,14 @@ def frame(runs: Sequence[Measurement], root: Path | None = None) -> DataFrame:
     return pd.DataFrame(rows)
 
 
+def every_iteration(runs: Sequence[Measurement]) -> DataFrame:
+    """All iterations of the runs, with the log and the number of each run among them."""
+    import pandas as pd
+
+    tables = {(str(run.log.source), n): run.log.iterations for n, run in enumerate(runs, 1)}
+    return pd.concat(tables, names=["file", "run"]).reset_index(level=["file", "run"])
+
+
 def cell(key: str, value: Any) -> str:
     """The text of a value in a column, "" where it is unknown."""
     if isinstance(value, str):

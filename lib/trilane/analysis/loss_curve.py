@@ -98,7 +98,9 @@ def join(logs: Sequence[RunLog], seq_length: int = 0) -> Curve:
         whole = pd.concat([whole, table])
         last = log
     table = whole.reset_index(drop=True)
-    if seq_length and "consumed_samples" in table and "consumed_tokens" not in table:
+    is_counted = "consumed_samples" in table and "consumed_tokens" not in table
+    is_curriculum = "seq_length" in table and table["seq_length"].nunique() > 1
+    if seq_length and is_counted and not is_curriculum:
         table["consumed_tokens"] = table["consumed_samples"] * seq_length
     validation = pd.DataFrame()
     for log in logs:

@@ -25,6 +25,13 @@ from trilane.workspace.status import Status
 TIMERS: dict[str, Any] = shipped_json("timers")
 SIZES = ("parameters", "gpus", "dp", "tp", "pp", "mbs", "gbs")
 
+IN_JSON = {
+    "gbs": "global_batch_size",
+    "memory_gib": "max_memory_gib",
+    "loss": "last_loss",
+    "skipped": "skipped_iterations",
+}
+
 
 def rates(config: RunConfig, seconds: float) -> dict[str, float]:
     """FLOP/s per GPU by definition; {} where shape, GPUs, batch or seconds are unknown.
@@ -149,9 +156,10 @@ class Measurement(Record):
         where a value is unknown.
         """
         names = ("evidence", "rank", "hosts", "collectives", "arguments", "problems")
+        row = {IN_JSON.get(name, name): value for name, value in self.row().items()}
         values = {
             "file": self.log.source,
-            **self.row(),
+            **row,
             **{name: getattr(self.log, name) for name in names},
             "iterations_counted": self.iterations,
             "left_out": self.left_out,

@@ -95,14 +95,19 @@ def _spikes(curve: Curve, name: str, kind: str, least: float) -> Iterator[Event]
 
 
 def _divergence(curve: Curve) -> Iterator[Event]:
-    """The level at the end exceeds the lowest one before by 10 %; not of a short log."""
+    """The level at the end, of up to WINDOW lines, exceeds the lowest one before by 10 % and by
+    more than its noise; not of a log of a few lines.
+    """
     iteration, x = _logarithms(curve, "lm_loss")
-    if len(x) < 2 * WINDOW:
+    if len(x) < 2 * LEAST:
         return
-    level = pd.Series(x).rolling(WINDOW).median().to_numpy()
+    width = min(WINDOW, len(x) // 2)
+    level = pd.Series(x).rolling(width).median().to_numpy()
+    # the deviation of a median is sqrt(pi / 2) times that of a mean, and two levels differ
+    noise = baseline(x)[1][-1] * math.sqrt(math.pi / width)
     best = int(np.nanargmin(level))
     peak = best + int(np.argmax(x[best:]))
-    if level[-1] - level[best] > DIVERGENCE:
+    if level[-1] - level[best] > max(DIVERGENCE, SIGMAS * noise):
         yield Event(
             kind="divergence",
             iteration=int(iteration[best]),

@@ -4,15 +4,16 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from trilane.analysis import compare as comparison
-from trilane.analysis.collect import frame, markdown, measure_all, parse_text
+from trilane.analysis.collect import every_iteration, frame, markdown, measure_all, parse_text
 from trilane.analysis.loss_curve import trainings
 from trilane.analysis.measure import Measurement
 from trilane.analysis.spikes import training_record, training_text
 from trilane.cli.app import GROUPS, Answer, Group, command, note
 from trilane.config.options import option
 from trilane.logs.dialects import use
+from trilane.utils.files import natural
 from trilane.utils.tables import as_json, csv_text
-from trilane.utils.validation import require_folder
+from trilane.utils.validation import require, require_folder
 
 logs = Group("logs", help=GROUPS["logs"])
 LOGS = option(argument="LOGS...")
@@ -33,6 +34,7 @@ def read(paths: Sequence[Path]) -> tuple[list[Measurement], list[str]]:
 @command(logs)
 def parse(
     logs: tuple[Path, ...] = LOGS,
+    csv: Path | None = option(None, "write all iterations of all runs to FILE", metavar="FILE"),
     dialect: tuple[Path, ...] = DIALECT,
 ) -> Answer:
     """Print speed, memory, loss and the ending of each run in the logs, plain or gzip.
@@ -40,7 +42,11 @@ def parse(
     Where logs cannot be read: exit code 2 if none of them, 1 if some.
     """
     use(dialect)
+    if csv:
+        require(not csv.exists(), "csv", csv, "exists; name another file")
     runs, unread = read(logs)
+    if csv:
+        csv.write_text(csv_text(every_iteration(runs)), encoding="utf-8")
     values = {"runs": [run.to_json() for run in runs]}
     return Answer(values, parse_text(runs), int(bool(unread)))
 
@@ -57,6 +63,7 @@ def table(
     use(dialect)
     require_folder("folder", folder)
     runs, unread = read([folder])
+    runs.sort(key=lambda run: natural(str(run.log.source)))
     rows = frame(runs, folder)
     values = {"folder": str(folder), "rows": rows.to_dict("records"), "left_out": unread}
     return Answer(as_json(values), csv_text(rows) if csv else markdown(rows))

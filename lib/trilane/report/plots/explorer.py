@@ -19,7 +19,7 @@ from trilane.planning.search_result import Candidate, SearchResult
 from trilane.planning.sizing import training_days
 from trilane.report.plots.interactive import Interactive, tooltips
 from trilane.report.plots.style import INK, LIMIT, plain
-from trilane.utils.numbers import chance, size_text, with_interval
+from trilane.utils.numbers import chance, size_text, with_bounds
 from trilane.utils.tables import grouped
 from trilane.utils.validation import shipped_json
 
@@ -136,12 +136,18 @@ def numbers_of(c: Candidate, tokens: float) -> dict[str, str]:
         "TP x CP x PP x DP; id": f"{t.tp} x {t.cp} x {t.pp} x {t.dp}\n{c.plan.id}",
         "ZeRO; recompute": f"{t.zero}; {t.recompute}",
         "microbatches": f"{t.microbatches} of {t.mbs}",
-        "seconds (90 %)": "{}\n{} to {}".format(*with_interval(*interval)),
+        "seconds (90 %)": on_two_lines(*interval),
         "GiB": f"{p.memory_bytes / 2**30:.3g}",
         "P(out of memory)": chance(p.oom_probability),
-        f"days, {size_text(tokens)} tokens": "{}\n{} to {}".format(*with_interval(*days)),
+        f"days, {size_text(tokens)} tokens": on_two_lines(*days),
         "bubble": f"{p.time.bubble / p.sec_per_it:.1%}",
     }
+
+
+def on_two_lines(value: float, low: float, high: float) -> str:
+    """A number, and below it its interval."""
+    number, _, interval = with_bounds(value, low, high).partition(" ")
+    return f"{number}\n{interval.strip('()')}"
 
 
 def runs_of(schedule: PipelineSchedule) -> Iterator[tuple[Any, ...]]:
