@@ -4,6 +4,7 @@ would not train.
 
 import functools
 import json
+import linecache
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +12,7 @@ from pathlib import Path
 import pytest
 from plans import SHAPE, changed, losses_and_norms, run_folder, small_plan
 
-from trilane.config.layer import Layer, read_layer
+from trilane.config.layer import Layer, layer_of, read_layer
 from trilane.config.plan import Plan, plan_from_json, read_plan
 from trilane.workspace.checkpoints import name_of
 
@@ -145,3 +146,15 @@ def test_a_plan_holds_the_text_of_its_layer(data: Path, tmp_path: Path) -> None:
     (tmp_path / "plan.json").write_text(json.dumps({**plan.to_json(), "layer": "mine.py:Mixer"}))
     (tmp_path / "mine.py").write_text((HERE / "own_layers.py").read_text())
     assert read_plan(tmp_path).layer == Layer(name="mine.py:Mixer", source=plan.layer.source)
+
+
+def test_a_class_of_a_notebooks_cell_travels_with_what_the_cell_defines() -> None:
+    """As ipykernel compiles a cell: its text is known by the name of a file that does not exist."""
+    cell = "import json\nWIDTH = 4\nclass Own:\n    def forward(self): return WIDTH\n"
+    linecache.cache["cell"] = (len(cell), None, cell.splitlines(keepends=True), "cell")
+    names: dict[str, type] = {"__name__": "__main__"}  # type: ignore[dict-item]
+    exec(compile(cell, "cell", "exec"), names)
+    assert layer_of(names["Own"]) == Layer(name="cell.py:Own", source=cell)
+    exec("class Lost: ...", names)
+    with pytest.raises(ValueError, match=r"^layer=Lost: is in no file"):
+        layer_of(names["Lost"])

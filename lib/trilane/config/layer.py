@@ -1,6 +1,8 @@
 """A transformer layer of one's own, as a plan holds it: a class, and the text of its file."""
 
 import hashlib
+import inspect
+import linecache
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -37,3 +39,21 @@ def read_layer(name: str, folder: Path) -> Layer:
     file, _, kind = name.rpartition(":")
     source = read_text(folder / file, "layer", MOST_BYTES)
     return Layer(name=f"{Path(file).name}:{kind}", source=source)
+
+
+def layer_of(layer: str | type) -> Layer:
+    """The layer of a class, or of `FILE.py:CLASS` in the current folder.
+
+    The text of a class is that of its file or of its notebook cell, whole: each process runs it.
+    ValueError for a class without a text.
+    """
+    if isinstance(layer, str):
+        return read_layer(layer, Path.cwd())
+    functions = filter(inspect.isfunction, vars(layer).values())
+    files = [inspect.unwrap(function).__code__.co_filename for function in functions]
+    # IPython keeps the text of each cell by a name of its own
+    text = "".join(linecache.getlines(files[0])) if files else ""
+    rule = "is in no file; write it to one (%%writefile layer.py), and give layer.py:CLASS"
+    require(bool(text), "layer", layer.__name__, rule)
+    name = "cell.py" if layer.__module__ == "__main__" else Path(files[0]).name
+    return Layer(name=f"{name}:{layer.__name__}", source=text)

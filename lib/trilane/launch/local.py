@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from trilane.config.engines import require_trainable
-from trilane.config.layer import read_layer
+from trilane.config.layer import layer_of
 from trilane.config.plan import Plan, locate_plan, plan_from_json, read_plan, read_plan_values
 from trilane.launch.follow import follow
 from trilane.launch.outcome import Hang, failed_ranks, judge
@@ -66,19 +66,19 @@ def train_local(
     return outcome
 
 
-def train(plan: Plan | Path | str, layer: str = "", *, study: str = "python", **run: Any) -> Run:
+def train(plan: Plan | Path | str, layer: Any = None, *, study: str = "python", **run: Any) -> Run:
     """Train the plan here, in a run folder of the study; one that has completed there is not
     trained again.
 
-        train(plan, layer="my_layer.py:MyLayer", train_iters=20).status
+        train(plan, layer=MyLayer, train_iters=20).status
 
-    `layer` names a class of your own for each of its layers, FILE.py:CLASS (docs/engine.md). `run`
+    `layer` is a class of your own for each of its layers, or FILE.py:CLASS (docs/engine.md). `run`
     sets fields of the plan's run. ValueError as train_local() and for what cannot be trained.
     """
     plan = read_plan(plan)
     for name in run:
         require_known("train", name, [f.name for f in fields(plan.run)])
-    own = read_layer(layer, Path.cwd()) if layer else plan.layer
+    own = layer_of(layer) if layer else plan.layer
     if own and own != plan.layer:
         label = f"{plan.label}-{own.kind}"
     else:
