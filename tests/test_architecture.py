@@ -42,7 +42,7 @@ ORDER = tuple(
 BESIDE = ("trilane_engine", "trilane_diagnose")
 # What is counted: the aim, and what stands today.
 TOKENS = {
-    "trilane": (118_000, 138_500),
+    "trilane": (118_000, 137_500),
     "trilane_engine": (46_000, 46_000),
     "trilane_diagnose": (31_000, 31_000),
     "tests": (140_000, 140_000),
