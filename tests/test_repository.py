@@ -56,7 +56,7 @@ sys.exit(main(sys.argv[1:]))
 @pytest.mark.parametrize(
     ("command", "code", "says"),
     [
-        ("logs parse docs/examples/restart/part1.log", 0, "Iterations 100"),
+        ("logs parse docs/examples/restart/part1.log", 0, "iterations 100"),
         ("run all --study x", 2, "is installed by pip install -e '.[notebooks]' in a clone"),
         (
             "measure machine {}/m.json",

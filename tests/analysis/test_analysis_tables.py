@@ -49,7 +49,7 @@ def test_each_run_is_a_row_in_the_words_of_the_chronicles(folder, capsys):
     _, text, errors = outcome(capsys, "logs", "table", folder)
     lines = [[cell.strip() for cell in line.strip("|\n").split("|")] for line in text.splitlines()]
     assert " ".join(lines[0]) == "GPUs Size DP TP PP MBS GBS Mem Sec/it TFLOPs Loss Status Notes"
-    ours, a, b = lines[2:]
+    a, b, ours = lines[2:]
     assert a[:9] == ["8", "1.32B", "1", "4", "2", "1", "4", "2.0GiB", "2"] and a[-2:] == [
         "completed",
         "a.out",
@@ -73,6 +73,7 @@ def test_text_of_a_log_is_no_markup(folder):
             "logs=empty: holds no run: neither plan.json with run.log, nor a training log",
         ),
         (["parse", "none.log"], "log=none.log: no such file"),
+        (["parse", "a.log", "--csv", "a.log"], "csv=a.log: exists; name another file"),
     ],
 )
 def test_bad_input_is_one_line_and_code_2(tmp_path, monkeypatch, capsys, arguments, message):
@@ -94,6 +95,11 @@ def test_no_cell_of_a_csv_file_is_a_formula_and_numbers_stay_numbers(tmp_path, m
     assert [row["source"][0] for row in rows] == [*("'" * 6), "a"] and {
         row["loss"] for row in rows
     } == {"-3.25"}
+    outcome(capsys, "logs", "parse", "--csv", "all.csv", "--", *names)
+    with open("all.csv", newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert len(rows) == 2 * len(names) and {row["lm_loss"] for row in rows} == {"-3.25"}
+    assert all(row["file"][0] in "'a" for row in rows)
 
 
 def test_each_run_is_printed_with_its_numbers_its_ending_and_its_problems(

@@ -55,8 +55,8 @@ def parsed(capsys, *arguments):
 @pytest.mark.parametrize(
     ("text", "values"),
     [
-        (m2022(1) + m2022(2), {"tflops": {"printed": 107.48}, "memory_gib": None}),
-        (m2021(1, loss=float("nan")), {"loss": None, "status": "NaN loss"}),
+        (m2022(1) + m2022(2), {"tflops": {"printed": 107.48}, "max_memory_gib": None}),
+        (m2021(1, loss=float("nan")), {"last_loss": None, "status": "NaN loss"}),
         (
             "{'loss': 2.5, 'epoch': 0.1}\n{'loss': 2.25, 'epoch': 0.2}\n",
             {"iterations": 2, "sec_per_it": None},
