@@ -5,6 +5,7 @@ beside it, print it.
 import json
 import os
 import sys
+from concurrent.futures import BrokenExecutor, ProcessPoolExecutor
 
 from pandas import DataFrame
 
@@ -32,6 +33,8 @@ def main(argv: list[str]) -> int:
         return 0
     except ValueError as error:
         print_refusal(error, "trilane: ")
+    except BrokenExecutor:
+        print_refusal(ValueError(f"plan={path}: a process of its trace was killed"), "trilane: ")
     except OSError as error:
         why = f"file={error.filename}: cannot be written ({error.strerror})"
         print_refusal(ValueError(why), "trilane: ")
@@ -46,16 +49,15 @@ def require_traceable(plan: Plan) -> None:
     require(t.offload == "none", "offload", t.offload, rule)
 
 
-def traced(plan: Plan, processes: int = 2) -> Trace:
+def traced(plan: Plan) -> Trace:
     """The trace of a plan: the first and the last stage, and of those between the first of each
     count of layers.
 
     Each is a process of its own, so that no state of the libraries is shared. The stages that
     follow one of as many layers have fewer microbatches in flight.
     """
-    os.environ["CUDA_VISIBLE_DEVICES"] = (
-        "-1"  # also where there are GPUs: see engine/trace/world.py
-    )
+    # also where there are GPUs: see engine/trace/world.py
+    os.environ["CUDA_VISIBLE_DEVICES"] = "-1"
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # as a training has it
     from trilane_engine.cpu import enable_cpu
 
@@ -73,8 +75,9 @@ def traced(plan: Plan, processes: int = 2) -> Trace:
         layers = int(stage_layers_at(columns, stage))
         first_of.setdefault((stage == 0, stage == last, layers), stage)
     chosen = list(first_of.values())
-    with context("fork").Pool(min(processes, len(chosen)), maxtasksperchild=1) as pool:
-        stages = pool.starmap(rank.trace_rank, [(plan, stage) for stage in chosen], 1)
+    # as many workers as stages: each takes one; the first that dies ends all with an error
+    with ProcessPoolExecutor(len(chosen), context("fork")) as pool:
+        stages = pool.map(rank.trace_rank, [plan] * len(chosen), chosen)
     return Trace(
         plan=plan.id,
         engine=plan.engine,

@@ -28,6 +28,8 @@ def trace_rank(plan: Plan, stage: int) -> TracedStage:
     theirs is linear in microbatches, so that the rest follows. An iteration before them makes the
     optimizer's states.
     """
+    # alone, before other threads: the fork has lost torch's pool, and two that renew it abort
+    torch.set_num_threads(1)
     t = plan.topology
     rank = stage * t.gpus // t.pp
     few, many = traced_microbatches(plan)
