@@ -45,8 +45,8 @@ def test_search_ranks_what_can_run_and_counts_the_rest_by_rule():
     assert seconds == sorted(seconds) and len(seconds) + len(found.risky) == found.runnable > 0
     assert found.evaluated == found.runnable + sum(found.refused_by_rule.values())
     assert all(invalid_reason(SHAPE, c.topology) is None for c in found.candidates)
-    assert all(c.prediction.oom_probability <= 0.1 for c in found.candidates)
-    assert all(0.1 < c.prediction.oom_probability <= 0.5 for c in found.risky)
+    assert all(c.prediction.oom_probability <= 0.01 for c in found.candidates)
+    assert all(0.01 < c.prediction.oom_probability <= 0.5 for c in found.risky)
     assert [c.prediction.is_risky for c in (*found.candidates, *found.risky)] == [
         *[False] * len(found.candidates),
         *[True] * len(found.risky),

@@ -13,7 +13,7 @@ from support import REPOSITORY
 from trilane.config.plan import read_plan
 from trilane.costmodel.predict import predict
 from trilane.costmodel.shipped import default
-from trilane.forecasting.decision import study_plan
+from trilane.planning.decision import study_plan
 from trilane.planning.explain import varied
 from trilane.report.widgets import Editor, explore
 from trilane.utils.numbers import with_bounds

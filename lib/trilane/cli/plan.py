@@ -17,9 +17,9 @@ from trilane.config.shapes import read_shape
 from trilane.costmodel import backtest as measured
 from trilane.costmodel.shipped import calibration_for, constants_of
 from trilane.costmodel.trace import trace_of
-from trilane.forecasting import deadline
 from trilane.forecasting.forecast import forecast
 from trilane.forecasting.request import ForecastRequest
+from trilane.planning import deadline
 from trilane.planning.search import search as search_plans
 from trilane.planning.size_request import ANY, SizeRequest
 from trilane.planning.sizing import survey

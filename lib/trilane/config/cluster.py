@@ -3,6 +3,7 @@ yours.
 """
 
 import dataclasses
+import math
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -126,6 +127,16 @@ class Cluster(Record):
     def max_gpus(self) -> int:
         """GPUs of the whole cluster."""
         return self.gpus_per_node * self.max_nodes
+
+    def free_nodes(self, gpus: int) -> int:
+        """The nodes that jobs of so many GPUs leave free."""
+        return max(0, self.max_nodes - math.ceil(gpus / self.gpus_per_node))
+
+    def require_spares(self, spare_nodes: int | None, gpus: int) -> None:
+        """ValueError where more nodes are to be in reserve than jobs of so many GPUs leave free."""
+        free = self.free_nodes(gpus)
+        rule = f"must be at most {free}, the nodes that the jobs leave free"
+        require((spare_nodes or 0) <= free, "spare_nodes", spare_nodes, rule)
 
 
 def catalogue() -> list[str]:

@@ -32,6 +32,7 @@ DERIVED = (
     "traced",
     "why",
     "costs",
+    "notes",
 )
 # the order is kept as some bytes for each; the largest published runs have read 2^31 at most
 MOST_SAMPLES = 1 << 34

@@ -39,8 +39,8 @@ from trilane.utils.numbers import with_bounds
 from trilane.utils.tables import DataFrame, Record, as_json
 from trilane.workspace.study import load_cluster
 
-SAFE = 0.01  # probability of running out of memory up to which a plan may be recommended
-RISKY = 0.1  # above it a plan is listed apart and never ranked first
+# probability of running out of memory above which a plan is listed apart, and never recommended
+SAFE = 0.01
 IMPOSSIBLE = 0.5  # from here on a search refuses it
 # How far two runs are apart: for each size, the factor that counts as 1 (a quite different run),
 # and what else counts.
@@ -268,8 +268,8 @@ class Prediction(Record):
 
     @property
     def is_risky(self) -> bool:
-        """Whether it may well run out of memory: more often than in one run of ten."""
-        return self.oom_probability > RISKY
+        """Whether it runs out of memory with a probability above SAFE."""
+        return self.oom_probability > SAFE
 
     def to_json(self) -> dict[str, Any]:
         """The prediction with what it rests on in words, without the constants."""

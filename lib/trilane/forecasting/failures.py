@@ -95,6 +95,13 @@ class FailureModel:
         """
         return min(4 if self.spare_nodes is None else self.spare_nodes, free_nodes)
 
+    def spares_text(self, free_nodes: int) -> str:
+        """The nodes in reserve, and whether somebody asked for them."""
+        text = f"{self.spares_of(free_nodes)} spare nodes"
+        if self.spare_nodes is None:
+            text += ", the default (--spare-nodes)"
+        return text
+
     def stops_per_s(self, nodes: float) -> float:
         """Interruptions of all kinds per second of work on so many nodes, at the median rates."""
         return sum(s.per_node_year * nodes + s.per_year for s in self.stops) / NODE_YEAR_S

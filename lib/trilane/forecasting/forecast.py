@@ -41,20 +41,14 @@ class Forecast(Table):
     request: ForecastRequest
 
     def __post_init__(self) -> None:
-        asked = self.request.risks.spare_nodes or 0
-        rule = f"must be at most {self._free_nodes}, the nodes that the jobs leave free"
-        require(asked <= self._free_nodes, "spare_nodes", asked, rule)
+        plan = self.request.plan
+        plan.cluster.require_spares(self.request.risks.spare_nodes, plan.topology.gpus)
 
     @property
     def nodes(self) -> int:
         """Whole nodes of the plan's GPUs."""
         plan = self.request.plan
         return math.ceil(plan.topology.gpus / plan.cluster.gpus_per_node)
-
-    @property
-    def _free_nodes(self) -> int:
-        """The nodes of the cluster that the jobs leave free."""
-        return max(0, self.request.plan.cluster.max_nodes - self.nodes)
 
     @cached_property
     def work(self) -> Work:
@@ -66,7 +60,7 @@ class Forecast(Table):
             seconds=iterations * r.seconds[same],
             gpus=r.plan.topology.gpus,
             nodes=self.nodes,
-            spare_nodes=r.risks.spares_of(self._free_nodes),
+            spare_nodes=r.risks.spares_of(r.plan.cluster.free_nodes(r.plan.topology.gpus)),
         )
 
     @property

@@ -21,7 +21,7 @@ from trilane.costmodel.calibration import Calibration
 from trilane.costmodel.columns import columns_of
 from trilane.costmodel.iteration import iteration_columns
 from trilane.costmodel.memory import memory_bytes, memory_for, oom_probability
-from trilane.costmodel.predict import IMPOSSIBLE, RISKY, predict
+from trilane.costmodel.predict import IMPOSSIBLE, SAFE, predict
 from trilane.costmodel.shipped import calibration_for
 from trilane.planning.search_result import Candidate, SearchResult, first_per_sizes
 from trilane.planning.space import (
@@ -193,7 +193,7 @@ class _Search:
                 ranked = first_per_sizes(ranked, lambda row: row.topology[0])
             return ranked[: self.top]
 
-        is_risky = probability[fits] > RISKY
+        is_risky = probability[fits] > SAFE
         self.safe = merged(self.safe, ~is_risky)
         self.risky = merged(self.risky, is_risky)
         # what a row of another block beats leaves at the end, in pareto()

@@ -9,7 +9,7 @@ from typing import Any
 
 from trilane.config.parallelism import Topology
 from trilane.config.plan import Plan
-from trilane.costmodel.predict import RISKY, Prediction
+from trilane.costmodel.predict import SAFE, Prediction
 from trilane.planning.space import ParallelSizes, Space
 from trilane.utils import tables
 from trilane.utils.numbers import chance, with_bounds
@@ -122,8 +122,8 @@ def first_per_sizes(rows: Iterable[T], sizes: Callable[[T], ParallelSizes]) -> l
 class SearchResult(Table):
     """The best candidates, best first; all refused topologies counted by rule.
 
-    candidates   may run out of memory in one run of ten at most; `risky` ones more often: listed
-                 apart, best first too
+    candidates   run out of memory with SAFE probability at most; `risky` ones more often:
+                 listed apart, best first too
     front        makes `pareto`, each of whose plans takes a full prediction
     find_cure    looks for GPUs and a batch on which a topology runs, as options
     """
@@ -211,7 +211,7 @@ class SearchResult(Table):
         if not self.candidates:
             lines.append(self.cure)
         if self.risky:
-            lines.append(f"apart, because these may run out of memory (P above {RISKY:.0%}):")
+            lines.append(f"apart, because these may run out of memory (P above {SAFE:.0%}):")
             lines += [c.summary() for c in self.risky]
         return "\n".join(lines)
 

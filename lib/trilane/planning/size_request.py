@@ -13,6 +13,7 @@ from trilane.config.model import ModelShape, padded_vocab_size
 from trilane.config.options import check, option
 from trilane.config.parallelism import LARGEST
 from trilane.costmodel.shipped import calibration_for
+from trilane.forecasting.failures import FailureModel
 from trilane.utils.tables import Record
 from trilane.utils.validation import parse_count, require, require_positive
 
@@ -89,6 +90,10 @@ class SizeRequest(Record):
         0.03, "allowed distance from the target, as a share of it", above=0, below=0.5
     )
     like: str = option("gpt2", "the kind of model", choices=tuple(KINDS))
+    spare_nodes: int | None = option(
+        None, "nodes in reserve (default: 4, or what the jobs leave free)"
+    )
+    price: float | None = option(None, "price of one GPU-hour, in your currency")
     choices: dict[str, Any] = option(dict, cli=False)
 
     def __post_init__(self) -> None:
@@ -102,6 +107,7 @@ class SizeRequest(Record):
             require_positive("tokens", self.tokens)
         most = self.cluster.max_gpus
         require(self.gpus <= most, "gpus", self.gpus, f"{self.cluster.name} has {most}")
+        self.cluster.require_spares(self.spare_nodes, self.gpus)
         iteration = self.gbs * self.seq_length
         rule = f"one iteration takes gbs x seq_length = {iteration}"
         require(self.tokens_of(self.parameters) >= iteration, "tokens", self.tokens, rule)
@@ -120,6 +126,13 @@ class SizeRequest(Record):
         if isinstance(self.tokens, str):
             return parse_count("tokens", self.tokens[:-1]) * parameters
         return self.tokens
+
+    @property
+    def assumed(self) -> str:
+        """What the days of a training count."""
+        risks = FailureModel(spare_nodes=self.spare_nodes)
+        spares = risks.spares_text(self.cluster.free_nodes(self.gpus))
+        return f"Days are those of 'plan calendar', with {spares}, without a ramp and a queue."
 
     @property
     def vocab_size(self) -> int:

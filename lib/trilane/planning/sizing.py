@@ -2,10 +2,12 @@
 trains in time.
 """
 
-import dataclasses
+import contextlib
+import math
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 from trilane.config.cluster import Cluster
@@ -13,7 +15,8 @@ from trilane.config.engines import default_topology, label_of
 from trilane.config.model import ModelShape, padded_vocab_size
 from trilane.config.parallelism import Topology, invalid_reason
 from trilane.config.plan import Plan
-from trilane.costmodel.predict import RISKY, Prediction, predict
+from trilane.costmodel.predict import SAFE, Prediction, predict
+from trilane.forecasting.forecast import forecast
 from trilane.planning.search import search
 from trilane.planning.search_result import (
     Candidate,
@@ -24,8 +27,8 @@ from trilane.planning.search_result import (
 )
 from trilane.planning.size_request import TILE, SizeRequest, usable_heads
 from trilane.utils.numbers import amount, size_text, with_bounds
-from trilane.utils.tables import DataFrame, Table, Text, displayed
-from trilane.utils.validation import require, require_known, to_mapping
+from trilane.utils.tables import DataFrame, Table, Text, as_json, displayed
+from trilane.utils.validation import require, require_known
 from trilane.workspace.study import load_cluster
 
 SHOWN = 12  # shapes in a table
@@ -34,14 +37,19 @@ HALF_A_LAYER = 0.5  # from which size on an embedding should count as a layer: o
 
 @dataclass(frozen=True, kw_only=True)
 class Proposal(Candidate):
-    """A shape on its best topology, what training it costs, and which rules it breaks."""
+    """A shape on a topology, what training it takes, and which rules it breaks."""
 
-    tokens: float
+    request: SizeRequest
     notes: tuple[str, ...] = ()
 
     @property
     def shape(self) -> ModelShape:
         return self.plan.shape
+
+    @property
+    def tokens(self) -> float:
+        """Tokens of the whole run."""
+        return self.request.tokens_of(self.shape.parameters)
 
     @property
     def tflops(self) -> float:
@@ -51,42 +59,45 @@ class Proposal(Candidate):
         return flops / self.prediction.sec_per_it / (t.gpus * 1e12)
 
     @property
-    def days(self) -> float:
-        return training_days(self.shape, self.topology, self.prediction.sec_per_it, self.tokens)
-
-    @property
-    def days_interval(self) -> tuple[float, float, float]:
-        """Days, and the lowest and highest of their 90 % interval."""
-        p = self.prediction
-        return self.days, self.days * p.sec_lo / p.sec_per_it, self.days * p.sec_hi / p.sec_per_it
-
-    @property
     def cost(self) -> float:
-        """Days per parameter and token: what ranks shapes that are not equally large."""
-        return self.days / self.shape.parameters / self.tokens
+        """GPU-seconds per parameter and token: what ranks shapes that are not equally large."""
+        t = self.topology
+        tokens = t.gbs * self.shape.seq_length
+        return self.prediction.sec_per_it * t.gpus / tokens / self.shape.parameters
+
+    @cached_property
+    def costs(self) -> dict[str, float]:
+        """Days, GPU-hours and money that half and nine of ten simulated runs keep; without end
+        where interruptions leave no progress.
+        """
+        r = self.request
+        costs = dict.fromkeys(("days_p50", "days_p90", "gpu_hours_p50", "gpu_hours_p90"), math.inf)
+        asked = {"tokens": self.tokens, "spare_nodes": r.spare_nodes}
+        with contextlib.suppress(ValueError):
+            run = forecast(self.plan, calibration=r.calibration, **asked)
+            for quantile, end in ((0.5, "p50"), (0.9, "p90")):
+                costs[f"days_{end}"] = run.days(quantile)
+                costs[f"gpu_hours_{end}"] = run.gpu_hours(quantile)
+        if r.price is not None:
+            costs["money_p50"] = r.price * costs["gpu_hours_p50"]
+        return costs
 
     def columns(self, best: "Proposal") -> dict[str, Any]:
         """As a row of a frame."""
-        _, low, high = self.days_interval
         return {
             **plan_columns(self.plan, self.prediction),
             "tflops": self.tflops,
             "hidden_per_layer": self.shape.hidden_size / self.shape.num_layers,
             "tokens": self.tokens,
-            "days": self.days,
-            "days_lo": low,
-            "days_hi": high,
-            "gpu_hours": 24 * self.days * self.topology.gpus,
+            **self.costs,
             "cost_over_best": self.cost / best.cost - 1,
             "notes": "; ".join(self.notes),
         }
 
-
-def training_days(shape: ModelShape, topology: Topology, sec_per_it: float, tokens: float) -> float:
-    """Days of so many tokens at that pace, with nothing going wrong (see calendar for the rest) and
-    no ramp.
-    """
-    return tokens / shape.seq_length / topology.gbs * sec_per_it / 86400
+    def to_json(self) -> dict[str, Any]:
+        """The plan as a search has it; its tokens, costs and notes."""
+        costs = as_json({"tokens": self.tokens, **self.costs})
+        return {**super().to_json(), "costs": costs, "notes": [*self.notes]}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,7 +109,8 @@ class Proposals(Table):
     most = SHOWN
     shown = (
         "num_layers hidden_size num_attention_heads kv_heads ffn parameters hidden_per_layer label "
-        "sec_per_it tflops memory_gib days days_lo days_hi cost_over_best notes"
+        "sec_per_it tflops memory_gib days_p50 days_p90 gpu_hours_p50 money_p50 cost_over_best "
+        "notes"
     )
     request: SizeRequest
     rows: tuple[Proposal, ...]
@@ -106,68 +118,77 @@ class Proposals(Table):
 
     @property
     def best(self) -> Proposal:
+        """The first; ValueError where there is none."""
+        if not self.rows:
+            require(False, "params", f"{self.request.parameters:g}", self.why_none())
         return self.rows[0]
 
     def summary(self) -> Text:
-        """The best shape: its days with their 90 % interval, and its GPU-hours, with nothing going
-        wrong; and what that rests on.
-        """
+        """The best shape: its days and GPU-hours, what they count, and what that rests on."""
         if not self.rows:
             return Text("No shape of that size can run.")
         r = self.request
         p = self.best
         return Text.of(
             "Of {} parameters on {} GPUs of {}, the best shape is **{} layers × {:,}**: "
-            "**{} days** and {} GPU-hours for {} tokens, with nothing going wrong. It {}.",
+            "**{} days** (nine of ten runs: {}) and {} GPU-hours for {} tokens. {} It {}.",
             size_text(r.parameters),
             r.gpus,
             r.cluster.name,
             p.shape.num_layers,
             p.shape.hidden_size,
-            with_bounds(*p.days_interval),
-            amount(24 * r.gpus * p.days),
+            amount(p.costs["days_p50"]),
+            amount(p.costs["days_p90"]),
+            amount(p.costs["gpu_hours_p50"]),
             size_text(p.tokens),
+            r.assumed,
             p.prediction.support.words,
         )
 
     def to_frame(self) -> DataFrame:
-        """A row a shape, the best first: the columns of a search, tflops a GPU, tokens, days with
-        their interval, gpu_hours, cost_over_best, by how much a parameter and token costs more than
-        the best shape's, and in notes the rules that the shape breaks.
+        """A row a shape, the best first: the columns of a search; tflops a GPU; tokens; days_p50,
+        days_p90, gpu_hours_p50, gpu_hours_p90, which half and nine of ten simulated runs keep;
+        money_p50 where there is a price; cost_over_best, by how much a parameter and token costs
+        more than the best shape's; in notes the rules that the shape breaks.
         """
         import pandas as pd
 
-        return pd.DataFrame([p.columns(self.best) for p in self.rows])
+        rows = [p.columns(self.rows[0]) for p in self.rows]
+        return pd.DataFrame(rows, index=range(1, len(rows) + 1))
 
     def to_json(self, top: int = SHOWN) -> dict[str, Any]:
-        """The request, the first shapes, and what is refused; bytes, seconds, days, GPU-hours."""
+        """The request, the first shapes as plans, and what is refused; bytes, seconds, days,
+        GPU-hours.
+        """
         return {
             "request": self.request.to_json(),
             "runnable": len(self.rows),
             "refused": dict(self.refused),
-            "candidates": [
-                {**p.columns(self.best), "shape": to_mapping(p.shape)} for p in self.rows[:top]
-            ],
+            "plans": [p.to_json() for p in self.rows[:top]],
         }
 
-    def as_text(self, top: int = SHOWN) -> str:
-        """What was asked, the table of the first shapes, their notes, and what the first rests on;
-        or why there is none.
-        """
+    def heading(self) -> str:
+        """What was asked."""
         r = self.request
-        asked = f"{size_text(r.parameters)} parameters, {r.vocab_size} rows of embedding"
-        asked += (
-            f", {r.gpus} GPUs of {r.cluster.name}, {size_text(r.tokens_of(r.parameters))} tokens"
-        )
-        lines = [f"{asked}; days with nothing going wrong:"]
+        tokens = size_text(r.tokens_of(r.parameters))
+        where = f"{r.gpus} GPUs of {r.cluster.name}, {tokens} tokens"
+        return f"{size_text(r.parameters)} parameters, {r.vocab_size} rows of embedding, {where}:"
+
+    def as_text(self, top: int = SHOWN) -> str:
+        """What was asked, the table of the first shapes, their notes, and what each cluster's first
+        rests on; or why there is none.
+        """
         if not self.rows:
-            return "\n".join([*lines, self.why_none()])
-        table = displayed(self.to_frame().head(top), self.shown.removesuffix(" notes"))
-        lines.append(table.to_string(index=False, float_format=amount))
-        for number, p in enumerate(self.rows[:top], start=1):
+            return f"{self.heading()}\n{self.why_none()}"
+        shown = replace(self, rows=self.rows[:top])
+        table = displayed(shown.to_frame(), self.shown.removesuffix(" notes"))
+        lines = [self.heading(), table.to_string(float_format=amount)]
+        support = dict[str, str]()
+        for number, p in enumerate(shown.rows, start=1):
             lines += [f"{number}. {note}" for note in p.notes]
-        lines.append(f"The first of them: {self.best.prediction.support.words}.")
-        return "\n".join(lines)
+            support.setdefault(p.plan.cluster.name, p.prediction.support.words)
+        lines += [f"the first on {cluster}: {words}" for cluster, words in support.items()]
+        return "\n".join([*lines, self.request.assumed])
 
     def why_none(self) -> str:
         """Why no shape can run, by the commonest rule."""
@@ -186,8 +207,7 @@ def propose_shapes(cluster: Cluster | str, **asked: Any) -> Proposals:
     propose_shapes(load_cluster("jz-a100-80g"), parameters=200e9, vocabulary=250_880, gpus=384)
     """
     proposals = survey(SizeRequest(cluster=load_cluster(cluster), **asked))
-    if not proposals.rows:
-        require(False, "params", f"{proposals.request.parameters:g}", proposals.why_none())
+    assert proposals.best
     return proposals
 
 
@@ -248,21 +268,16 @@ def _proposal(plan: Plan, request: SizeRequest) -> Proposal:
     if plan.shape.num_key_value_heads is None:
         counts = usable_heads(plan.shape.hidden_size, t.tp)
     for heads in counts:
-        shape = dataclasses.replace(plan.shape, num_attention_heads=heads)
+        shape = replace(plan.shape, num_attention_heads=heads)
         label = label_of(shape, plan.cluster, t, plan.engine)
-        other = dataclasses.replace(plan, shape=shape, label=label)
+        other = replace(plan, shape=shape, label=label)
         p = predict(other, request.calibration)
-        if p.oom_probability <= max(RISKY, prediction.oom_probability):
+        if p.oom_probability <= max(SAFE, prediction.oom_probability):
             able.append((len(broken_rules(shape, t)), p.sec_per_it, other, p))
     if able:
         _, _, plan, prediction = min(able, key=lambda tried: tried[:2])
     notes = broken_rules(plan.shape, t)
-    return Proposal(
-        plan=plan,
-        prediction=prediction,
-        tokens=request.tokens_of(plan.shape.parameters),
-        notes=tuple(notes),
-    )
+    return Proposal(plan=plan, prediction=prediction, request=request, notes=tuple(notes))
 
 
 def broken_rules(shape: ModelShape, topology: Topology) -> list[str]:

@@ -13,18 +13,17 @@ import numpy as np
 from trilane.costmodel.iteration import IterationTime
 from trilane.costmodel.memory import StageMemory
 from trilane.costmodel.pipeline import PipelineSchedule, pipeline_schedule
-from trilane.costmodel.predict import RISKY, SAFE
+from trilane.costmodel.predict import SAFE
 from trilane.forecasting.request import TOKENS_PER_PARAMETER
 from trilane.planning.search_result import Candidate, SearchResult
-from trilane.planning.sizing import training_days
 from trilane.report.plots.interactive import Interactive, tooltips
 from trilane.report.plots.style import INK, LIMIT, plain
-from trilane.utils.numbers import chance, size_text, with_bounds
+from trilane.utils.numbers import amount, chance, size_text, with_bounds
 from trilane.utils.tables import grouped
 from trilane.utils.validation import shipped_json
 
 # probability of running out of memory
-RISKS = (f"up to {SAFE:.0%}", f"{SAFE:.0%} to {RISKY:.0%}", f"above {RISKY:.0%}")
+RISKS = (f"up to {SAFE:.0%}", f"above {SAFE:.0%}")
 TIMES = [field.name.replace("_", " ") for field in fields(IterationTime)]
 MEMORY = [field.name.replace("_", " ") for field in fields(StageMemory)]
 # One meaning a colour in all panels: blue computes, green is sent, orange are gradients, grey waits
@@ -51,7 +50,8 @@ def explorer(found: SearchResult, tokens: float = 0.0) -> Interactive:
     """
     rows = [plan_row(candidate, tokens) for candidate in shown_plans(found)]
     best = rows[0]
-    safe = next((row for row in rows if row["risk"] == RISKS[0]), rows[-1])
+    safe = [row for row in rows if row["risk"] == RISKS[0]]
+    frugal = min(safe, key=lambda row: row["gib"])
     labels = [f"{row['s']} s, {row['label']}" for row in rows]
     boxes: Any = {"options": [row["id"] for row in rows], "labels": labels}
     pick = alt.selection_point(
@@ -78,7 +78,7 @@ def explorer(found: SearchResult, tokens: float = 0.0) -> Interactive:
     figure = alt.concat(*both, columns=1, spacing=20, data=alt.NamedData("plans"))
     figure = figure.resolve_scale(**apart)
     figure = figure.configure_legend(columns=4, labelFontSize=11, labelLimit=260)
-    for name, row in (("a", best), ("b", safe)):
+    for name, row in (("a", rows[min(1, len(rows) - 1)]), ("b", frugal)):
         box = alt.binding_select(name=f"{name.upper()} ", **boxes)
         figure = figure.add_params(alt.param(name, value=row["id"], bind=box))
     count = f"{len(rows)} of {found.runnable:,} topologies that can run"
@@ -114,7 +114,7 @@ def plan_row(c: Candidate, tokens: float = 0.0) -> Row:
         "hi": p.sec_hi,
         "gib": p.memory_bytes / 2**30,
         "oom": chance(p.oom_probability),
-        "risk": RISKS[sum(p.oom_probability > limit for limit in (SAFE, RISKY))],
+        "risk": RISKS[p.is_risky],
         "whole": schedule.end,
         "times": [*vars(p.time).values()],
         "memory": [size / 2**30 for size in vars(fullest).values()],
@@ -131,7 +131,8 @@ def numbers_of(c: Candidate, tokens: float) -> dict[str, str]:
     p = c.prediction
     t = c.topology
     interval = (p.sec_per_it, p.sec_lo, p.sec_hi)
-    days = [training_days(c.plan.shape, t, seconds, tokens) for seconds in interval]
+    iterations = tokens / t.gbs / c.plan.shape.seq_length
+    days = [iterations * seconds / 86400 for seconds in interval]
     return {
         "TP x CP x PP x DP; id": f"{t.tp} x {t.cp} x {t.pp} x {t.dp}\n{c.plan.id}",
         "ZeRO; recompute": f"{t.zero}; {t.recompute}",
@@ -139,7 +140,8 @@ def numbers_of(c: Candidate, tokens: float) -> dict[str, str]:
         "seconds (90 %)": on_two_lines(*interval),
         "GiB": f"{p.memory_bytes / 2**30:.3g}",
         "P(out of memory)": chance(p.oom_probability),
-        f"days, {size_text(tokens)} tokens": on_two_lines(*days),
+        f"days of iterations, {size_text(tokens)} tokens": on_two_lines(*days),
+        "GPU-hours of these": amount(24 * days[0] * t.gpus),
         "bubble": f"{p.time.bubble / p.sec_per_it:.1%}",
     }
 
@@ -180,7 +182,7 @@ def _speed(pick: Any) -> Any:
     x = alt.X("gib:Q", title="GiB on the fullest stage", scale=alt.Scale(**whole))
     y: Any = {"title": "seconds an iteration (bars: 90 %)", "scale": alt.Scale(**whole)}
     legend = alt.Legend(orient="top", title="P(OOM)", titleOrient="left", symbolOpacity=1)
-    colors = alt.Scale(domain=RISKS, range=[INK, "#7b8a97", LIMIT])
+    colors = alt.Scale(domain=RISKS, range=[INK, LIMIT])
     color = alt.Color("risk:N", scale=colors, legend=legend)
     base = (
         alt.Chart()

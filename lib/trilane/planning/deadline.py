@@ -12,12 +12,11 @@ from trilane.config.cluster import Cluster
 from trilane.config.engines import default_precision
 from trilane.config.model import ModelShape
 from trilane.costmodel.shipped import calibration_for
-from trilane.forecasting.forecast import Json, forecast
-from trilane.planning.search_result import Candidate, plan_columns
+from trilane.forecasting.forecast import Json
 from trilane.planning.size_request import ANY, MOST, SizeRequest
-from trilane.planning.sizing import Proposal, Proposals, fastest, survey
+from trilane.planning.sizing import SHOWN, Proposal, Proposals, fastest, survey
 from trilane.utils.numbers import amount, size_text
-from trilane.utils.tables import DataFrame, Record, Table, Text, displayed
+from trilane.utils.tables import Text, as_json, displayed
 from trilane.utils.validation import require, require_positive
 from trilane.workspace.study import load_cluster
 
@@ -25,110 +24,71 @@ from trilane.workspace.study import load_cluster
 BATCH = 1 << 22
 MIDDLE_WIDTHS = 6  # of those of a size that a bisection looks at
 NEAR = 1.02  # sizes that a bisection no longer tells apart
-NOTE = (
-    "Days are those of 'plan calendar', without a ramp and a queue. Shapes have published ratios "
-    "of width to depth: which of them learns best is not asked."
-)
+NOTE = "Shapes have published ratios of width to depth: which of them learns best is not asked."
 
 
 @dataclass(frozen=True, kw_only=True)
-class Dated(Record):
-    """A proposal; days, GPU-hours and money that half and nine of ten of its simulated
-    runs keep.
-    """
-
-    proposal: Proposal
-    costs: Json
-
-    def to_json(self) -> Json:
-        """The plan as a search has it, with its costs."""
-        plan = Candidate(plan=self.proposal.plan, prediction=self.proposal.prediction)
-        return {**plan.to_json(), "costs": self.costs}
-
-
-@dataclass(frozen=True, kw_only=True)
-class InTime(Table):
+class InTime(Proposals):
     """Plans that end in time, those of a cluster together and its best first; without rows nothing
-    ends.
+    ends. Its request is that of the first cluster, for the largest size.
 
     `same` is one model on each of several clusters, `reasons` why nothing ends on a cluster.
     """
 
     shown = (
         "cluster gpus parameters num_layers hidden_size tokens engine label days_p50 days_p90 "
-        "gpu_hours_p50 money memory_gib oom_probability"
+        "gpu_hours_p50 money_p50 memory_gib oom_probability"
     )
     limit: float
-    request: SizeRequest  # of the first cluster; its `parameters` are no target of the user
-    rows: tuple[Dated, ...]
     reasons: dict[str, str]
-    same: tuple[Dated, ...] = ()
-
-    def proposals(self) -> Proposals:
-        """The plans as those of a target size; ValueError where nothing ends in time."""
-        require(bool(self.rows), "days", f"{self.limit:g}", "; ".join(self.reasons.values()))
-        return Proposals(request=self.request, rows=tuple(row.proposal for row in self.rows))
-
-    def to_frame(self) -> DataFrame:
-        """A row a plan in the columns of a search; tokens; days_p50, days_p90, gpu_hours_p50,
-        gpu_hours_p90, which half and nine of ten runs keep; money where there is a price.
-        """
-        return _frame(self.rows)
+    same: Proposals
 
     def worth(self) -> list[str]:
         """What a GPU-hour of each further cluster is worth in those of the first one, by the common
         model.
         """
         lines = list[str]()
-        for other in self.same[1:]:
-            first = self.same[0]
+        for other in self.same.rows[1:]:
+            first = self.same.rows[0]
             ratio = first.costs["gpu_hours_p50"] / other.costs["gpu_hours_p50"]
-            text = f"does the work of {ratio:.2f} of {first.proposal.plan.cluster.name}"
-            lines.append(f"a GPU-hour of {other.proposal.plan.cluster.name} {text}")
+            text = f"does the work of {ratio:.2f} of {first.plan.cluster.name}"
+            lines.append(f"a GPU-hour of {other.plan.cluster.name} {text}")
         return lines
+
+    def why_none(self) -> str:
+        """Why nothing ends on each cluster."""
+        return "; ".join(f"{cluster}: {reason}" for cluster, reason in self.reasons.items())
+
+    def heading(self) -> str:
+        """What was asked."""
+        return f"the largest that nine of ten runs end within {self.limit:g} days:"
 
     def summary(self) -> Text:
         """The largest size, or why there is none."""
         if not self.rows:
-            return Text.of("Nothing ends in time: {}.", "; ".join(self.reasons.values()))
-        most = size_text(self.rows[0].costs["parameters"])
-        text = "Within {:g} days with 90 % probability ends at most: **{}**. {}"
-        return Text.of(text, self.limit, most, NOTE)
+            return Text.of("Nothing ends in time: {}.", self.why_none())
+        most = size_text(self.rows[0].shape.parameters)
+        text = "Nine of ten runs end within {:g} days with at most: **{}**. {} {}"
+        return Text.of(text, self.limit, most, self.request.assumed, NOTE)
 
-    def to_json(self) -> Json:
+    def to_json(self, top: int = SHOWN) -> Json:
         """The plans with their costs, the common model's, and why nothing ends."""
-        return {
-            "days": self.limit,
-            "probability": 0.9,
-            "request": self.request.to_json(),
-            "same_model": [{"cluster": r.proposal.plan.cluster.name, **r.costs} for r in self.same],
-            "worth": self.worth(),
-            "reasons": self.reasons,
-            "plans": [row.to_json() for row in self.rows],
-        }
+        same = [{"cluster": p.plan.cluster.name, **as_json(p.costs)} for p in self.same.rows]
+        limits: Json = {"days": self.limit, "probability": 0.9, "reasons": self.reasons}
+        return {**super().to_json(top), **limits, "same_model": same, "worth": self.worth()}
 
-    def as_text(self) -> str:
+    def as_text(self, top: int = SHOWN) -> str:
         """The plans side by side, the worth of each cluster's GPU-hours, what each rests on."""
-        lines = [f"the largest that end within {self.limit:g} days with 90 % probability:"]
-        for rows in (self.rows, self.same):
-            if rows:
-                table = displayed(_frame(rows), self.shown)
-                lines.append(table.to_string(float_format=amount))
-        lines += self.worth()
-        for number, row in enumerate(self.rows, start=1):
-            lines.append(f"{number}. {row.proposal.prediction.support.words}")
-        lines += [f"{cluster}: {reason}" for cluster, reason in self.reasons.items()]
-        return "\n".join([*lines, NOTE])
+        lines = [super().as_text(top)]
+        if self.same.rows:
+            table = displayed(self.same.to_frame(), self.shown)
+            lines.append(table.to_string(float_format=amount))
+        if self.rows and self.reasons:
+            lines.append(self.why_none())
+        return "\n".join([*lines, *self.worth(), NOTE])
 
 
-def _frame(rows: Sequence[Dated]) -> DataFrame:
-    import pandas as pd
-
-    records = [plan_columns(r.proposal.plan, r.proposal.prediction) | r.costs for r in rows]
-    return pd.DataFrame(records, index=range(1, len(rows) + 1))
-
-
-def _largest(r: SizeRequest, days: float, price: float | None) -> Dated | None:
+def _largest(r: SizeRequest, days: float) -> Proposal | None:
     """The largest shape that ends within `days` in nine of ten runs; None where none does.
 
     A bisection over sizes, of each the depths next to it at a few widths; then all shapes up to two
@@ -138,10 +98,10 @@ def _largest(r: SizeRequest, days: float, price: float | None) -> Dated | None:
     # with so many tokens a parameter their product is the square of the parameters
     power = 1 / (1 + math.log2(r.tokens_of(2.0) / r.tokens_of(1.0)))
     high = max(min(MOST, _computed(r, days) ** power), 1.01 * low)
-    best = list[Dated]()
+    best = list[Proposal]()
     size = high / 4**power  # half of the peak
     while high > NEAR * low:
-        if ended := _some_of_size(size, r, days, price):
+        if ended := _some_of_size(size, r, days):
             low = size
             best = ended
         else:
@@ -150,8 +110,8 @@ def _largest(r: SizeRequest, days: float, price: float | None) -> Dated | None:
     if not best:
         return None
     above = replace(r, parameters=low * (1 + r.tolerance))  # low itself is the least of these
-    rows = _ended(survey(above), r, days, price)[:12] or best
-    return max(rows, key=lambda row: row.costs["parameters"])
+    rows = _ended(survey(above), days)[:12] or best
+    return max(rows, key=lambda p: p.shape.parameters)
 
 
 def _least_size(request: SizeRequest) -> float:
@@ -172,18 +132,13 @@ def _computed(request: SizeRequest, days: float) -> float:
     return 2 * peak * days * 86400 / 6 / request.tokens_of(1.0)
 
 
-def _ended(
-    proposals: Proposals, request: SizeRequest, days: float, price: float | None
-) -> list[Dated]:
-    """Those that end in time without a risk of memory."""
-    able = [p for p in proposals.rows if p.days <= days and not p.prediction.is_risky]
-    rows = [dated(proposal, request, price) for proposal in able]
-    return [row for row in rows if row.costs["days_p90"] <= days]
+def _ended(proposals: Proposals, days: float) -> list[Proposal]:
+    """Those that nine of ten runs end in time, without a risk of memory."""
+    able = [p for p in proposals.rows if not p.prediction.is_risky]
+    return [p for p in able if p.costs["days_p90"] <= days]
 
 
-def _some_of_size(
-    size: float, request: SizeRequest, days: float, price: float | None
-) -> list[Dated]:
+def _some_of_size(size: float, request: SizeRequest, days: float) -> list[Proposal]:
     """One shape of about that size that ends, if any does; most are at the middle widths, which
     are looked at.
     """
@@ -198,9 +153,9 @@ def _some_of_size(
     middle = sorted(shapes, key=lambda shape: abs(shapes.index(shape) - len(shapes) // 2))
     for shape, one in product(middle[:MIDDLE_WIDTHS], near):
         found = survey(one, [shape])
-        ended = _ended(found, request, days, price)
+        ended = _ended(found, days)
         # depths that divide badly cost up to a third: where one takes twice the days, none ends
-        if ended or (found.rows and found.rows[0].days > 2 * days):
+        if ended or (found.rows and found.rows[0].costs["days_p90"] > 2 * days):
             return ended
     return []
 
@@ -213,31 +168,9 @@ def _why_none(r: SizeRequest) -> str:
         return proposals.why_none()
     smallest = proposals.rows[0]
     size = size_text(smallest.shape.parameters)
-    days = dated(smallest, r).costs["days_p90"]
+    days = smallest.costs["days_p90"]
     takes = f"the smallest shape ({size} parameters) takes {days:.3g} days for nine runs of ten"
     return f"no shape that was tried ends in time; {takes}"
-
-
-def dated(proposal: Proposal, request: SizeRequest, price: float | None = None) -> Dated:
-    """Days, GPU-hours and money of a proposal. Without end where interruptions leave no
-    progress.
-    """
-    size = proposal.shape.parameters
-    tokens = proposal.tokens
-    names = ("days_p50", "gpu_hours_p50", "days_p90", "gpu_hours_p90")
-    costs: Json = dict.fromkeys(names, math.inf)
-    try:
-        run = forecast(proposal.plan, tokens=tokens, calibration=request.calibration)
-    except ValueError:
-        pass
-    else:
-        for quantile, end in ((0.5, "p50"), (0.9, "p90")):
-            costs[f"days_{end}"] = run.days(quantile)
-            costs[f"gpu_hours_{end}"] = run.gpu_hours(quantile)
-    costs |= {"parameters": size, "tokens": tokens, "tokens_per_parameter": tokens / size}
-    if price is not None:
-        costs["money"] = price * costs["gpu_hours_p50"]
-    return Dated(proposal=proposal, costs=costs)
 
 
 def best_within(
@@ -272,45 +205,46 @@ def best_within(
     batch = gbs or max(1, round(BATCH / asked.get("seq_length", 2048) / count)) * count
     asked = {"engine": ANY, **asked, "gpus": count, "gbs": batch}
     requests = list[SizeRequest]()
-    for machine in machines:  # a search takes seconds: first what is wrong
+    # a search takes seconds: first what is wrong
+    for machine, price in zip(machines, each, strict=True):
         require(machine.gpu.kind == "cuda", "cluster", machine.name, "has no GPUs")
-        known = calibration_for(machine, calibration)
-        request = SizeRequest(parameters=MOST, cluster=machine, calibration=known, **asked)
-        requests.append(request)
-    rows = list[Dated]()
-    able = list[tuple[SizeRequest, float | None]]()
+        asked |= {"calibration": calibration_for(machine, calibration), "price": price}
+        requests.append(SizeRequest(parameters=MOST, cluster=machine, **asked))
+    rows = list[Proposal]()
+    able = list[SizeRequest]()
     shapes = list[ModelShape]()
     reasons = dict[str, str]()
-    for request, price in zip(requests, each, strict=True):
-        largest = _largest(request, days, price)
+    for request in requests:
+        largest = _largest(request, days)
         if largest:
-            shape = largest.proposal.shape
+            shape = largest.shape
             usual = request.layer(shape.hidden_size) or shape
             # the fastest heads of a width may be 15, which no tp divides
             shared = replace(shape, num_attention_heads=usual.num_attention_heads)
-            plans = _on(shared, request, price, 3)
-            if not plans or plans[0].costs["days_p90"] > days:
-                plans = _on(shape, request, price, 3)
-            rows += plans
-            able.append((request, price))
-            shapes.append(plans[0].proposal.shape)
+            for one in (shared, shape):
+                plans = [p for p in _on(one, request, 3) if p.costs["days_p90"] <= days]
+                if plans:
+                    break
+            rows += plans or [largest]
+            able.append(request)
+            shapes.append(rows[-1].shape)
         else:
             reasons[request.cluster.name] = _why_none(request)
-    same = list[Dated]()
+    same = list[Proposal]()
     if len(able) > 1:
         least = min(shapes, key=lambda shape: shape.parameters)
-        for request, price in able:
-            same += _on(least, request, price, 1)
+        for request in able:
+            same += _on(least, request, 1)
     first = requests[0]
     if rows:
-        first = replace(first, parameters=rows[0].costs["parameters"])
-    return InTime(limit=days, request=first, rows=tuple(rows), reasons=reasons, same=tuple(same))
+        first = replace(first, parameters=rows[0].shape.parameters)
+    common = Proposals(request=first, rows=tuple(same))
+    return InTime(limit=days, request=first, rows=tuple(rows), reasons=reasons, same=common)
 
 
-def _on(shape: ModelShape, request: SizeRequest, price: float | None, count: int) -> list[Dated]:
+def _on(shape: ModelShape, request: SizeRequest, count: int) -> list[Proposal]:
     """The shape on its fastest tp x pp x dp."""
-    tokens = request.tokens_of(shape.parameters)
     return [
-        dated(Proposal(plan=c.plan, prediction=c.prediction, tokens=tokens), request, price)
+        Proposal(plan=c.plan, prediction=c.prediction, request=request)
         for c in fastest(shape, request, count)[0]
     ]

@@ -8,9 +8,9 @@ from trilane.config.plan import Plan, plan_from_json, read_plan_values
 from trilane.costmodel.calibration import Calibration
 from trilane.costmodel.predict import SAFE
 from trilane.costmodel.shipped import constants_of
-from trilane.forecasting.alternatives import Case, Cases, alternatives, levers, simulated, what_ifs
 from trilane.forecasting.forecast import MEMORY, Forecast, Json
 from trilane.forecasting.request import ForecastRequest
+from trilane.planning.alternatives import Case, Cases, alternatives, levers, simulated, what_ifs
 from trilane.planning.search_result import TIE
 from trilane.utils.numbers import chance, with_bounds
 from trilane.utils.tables import Columns, DataFrame, Table, Text, as_json
@@ -135,7 +135,8 @@ class Decision(Table):
         for other in (self.best, *kinds["topology"]):
             rank = self._rank(other)
             saves = rank[0] == failed and rank[2] < (1 - TIE) * hours and rank[3] <= days
-            is_fair = other.is_safe and _sizes(other) == _sizes(self.plan)
+            is_safe = not other.forecast.request.prediction.is_risky
+            is_fair = is_safe and _sizes(other) == _sizes(self.plan)
             if is_fair and (rank[0] < failed or saves):
                 better.append(other)
         return min(better, key=self._rank, default=self.plan)
@@ -337,8 +338,9 @@ def _failures(case: Case) -> list[str]:
         for what, p in limits.items()
         if p > MOST_RISK
     ]
-    if not case.is_safe:
-        risk = chance(case.forecast.request.prediction.oom_probability)
+    prediction = case.forecast.request.prediction
+    if prediction.is_risky:
+        risk = chance(prediction.oom_probability)
         lines.append(f"runs out of memory with {risk} probability, above {chance(SAFE)}")
     return lines
 

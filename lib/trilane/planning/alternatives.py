@@ -8,7 +8,6 @@ from itertools import islice
 from typing import Any
 
 from trilane.config.engines import ENGINES, default_attention
-from trilane.costmodel.predict import SAFE
 from trilane.forecasting.forecast import Forecast, Json
 from trilane.forecasting.request import ForecastRequest
 from trilane.planning.search import search
@@ -34,11 +33,6 @@ class Case(Record):
     name: str
     forecast: Forecast
     note: str = ""
-
-    @property
-    def is_safe(self) -> bool:
-        """Whether it can be started: it runs out of memory with a probability of SAFE at most."""
-        return self.forecast.request.prediction.oom_probability <= SAFE
 
     def hours(self) -> float:
         """GPU-hours, the median of its simulated runs."""
@@ -78,10 +72,9 @@ def simulated(name: str, request: ForecastRequest, **changes: Any) -> Case:
     return Case(name=name, forecast=changed)
 
 
-def searched(base: Forecast, name: str = "", safe: bool = True, **changes: Any) -> Iterator[Case]:
-    """Other topologies of the plan's GPUs, or what changes of its choices allow: the fastest that
-    are safe to start, or the fastest TP x PP x DP. Without a `name` each
-    is named by its label.
+def searched(base: Forecast, name: str = "", **changes: Any) -> Iterator[Case]:
+    """Other topologies of the plan's GPUs, or what changes of its choices allow: the fastest TP x
+    PP x DP. Without a `name` each is named by its label.
     """
     r = base.request
     t = r.plan.topology
@@ -89,12 +82,7 @@ def searched(base: Forecast, name: str = "", safe: bool = True, **changes: Any) 
     asked |= {"gpus": t.gpus, "gbs": t.gbs, "engine": r.plan.engine, "calibration": r.calibration}
     asked |= changes
     result = search(r.plan.shape, r.plan.cluster, top=5, distinct=True, **asked)
-    # a variant that takes less memory is slower than the best of its TP x PP x DP, but on the front
-    # of both
-    candidates = result.pareto if safe else result.candidates
-    for candidate in candidates:
-        if safe and candidate.prediction.oom_probability > SAFE:
-            continue
+    for candidate in result.candidates:
         # another engine trains no layer of one's own, another topology not every size of a ramp
         with contextlib.suppress(ValueError):
             plan = replace(candidate.plan, layer=r.plan.layer)
@@ -108,9 +96,7 @@ def alternatives(base: Forecast) -> Cases:
     alternatives(forecast(plan, tokens=341e9)).to_frame()
     """
     plan = Case(name=base.request.plan.label, forecast=base)
-    others = [*islice(searched(base), 1), *islice(searched(base, safe=False), 4)]
-    by_name = {case.name: case for case in others}
-    return Cases(kinds={"plan": (plan,), "topology": tuple(by_name.values())})
+    return Cases(kinds={"plan": (plan,), "topology": tuple(islice(searched(base), 4))})
 
 
 def what_ifs(base: Forecast) -> Cases:

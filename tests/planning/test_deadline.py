@@ -8,8 +8,8 @@ import pytest
 
 from trilane.cli.app import main
 from trilane.config.cluster import cluster
-from trilane.forecasting.deadline import best_within
 from trilane.forecasting.forecast import forecast
+from trilane.planning.deadline import best_within
 from trilane.planning.search_result import sizes_of
 from trilane.planning.size_request import SizeRequest
 from trilane.planning.sizing import survey
@@ -25,15 +25,15 @@ ASKED = {"gpus": 8, "gbs": 64, "choices": FEW}
 
 
 def largest(days, **asked):
-    """Costs of the largest model on the A100s."""
-    return best_within(days, [A100], engine="megatron", **ASKED, **asked).rows[0].costs
+    """The largest model on the A100s."""
+    return best_within(days, [A100], engine="megatron", **ASKED, **asked).best
 
 
 @pytest.mark.slow
 def test_the_largest_ends_in_time_and_larger_ones_do_not():
-    costs = largest(2.0, tokens=2e9)
-    assert costs["days_p50"] < costs["days_p90"] <= 2.0
-    more = {"parameters": 1.08 * costs["parameters"], "vocabulary": 50_257, "tokens": 2e9}
+    found = largest(2.0, tokens=2e9)
+    assert found.costs["days_p50"] < found.costs["days_p90"] <= 2.0
+    more = {"parameters": 1.08 * found.shape.parameters, "vocabulary": 50_257, "tokens": 2e9}
     for p in survey(SizeRequest(cluster=A100, **more, **ASKED)).rows:
         assert forecast(p.plan, tokens=2e9).days(0.9) > 2.0, p.plan.label
 
@@ -41,7 +41,7 @@ def test_the_largest_ends_in_time_and_larger_ones_do_not():
 @pytest.mark.slow
 def test_twice_the_days_allow_twice_the_parameters_of_as_many_tokens():
     """6 FLOPs a parameter and token, at about the same rate."""
-    some, more = (largest(days, tokens=2e9)["parameters"] for days in (2.0, 4.0))
+    some, more = (largest(days, tokens=2e9).shape.parameters for days in (2.0, 4.0))
     assert more == pytest.approx(2 * some, rel=0.2)
 
 
@@ -49,8 +49,8 @@ def test_a_deadline_that_nothing_meets_is_exit_code_1_with_the_days_of_the_small
     words = "plan best --vocab 50257 --gpus 8 --gbs 64 --cluster jz-a100-80g --tokens 300B"
     assert main([*words.split(), "--days", "0.1"]) == 1
     assert "the smallest shape (" in capsys.readouterr().out
-    with pytest.raises(ValueError, match=r"days=0\.1: .*the smallest shape"):
-        best_within(0.1, [A100], tokens=3e11, **ASKED).proposals()
+    with pytest.raises(ValueError, match=r"^params=.*the smallest shape"):
+        assert best_within(0.1, [A100], tokens=3e11, **ASKED).best
 
 
 @pytest.fixture(scope="module")
@@ -64,21 +64,23 @@ def test_the_best_of_each_cluster_is_compute_optimal_in_time_and_on_three_topolo
 ):
     """Hoffmann et al. 2022: 20 tokens a parameter. No engine alone ends a larger one."""
     for name in ("jz-a100-80g", "jz-v100-32g"):
-        rows = [row for row in best.rows if row.proposal.plan.cluster.name == name]
+        rows = [row for row in best.rows if row.plan.cluster.name == name]
         costs = [row.costs for row in rows]
-        assert costs[0]["tokens_per_parameter"] == pytest.approx(20) and costs[0]["days_p90"] <= 1.0
-        assert len({sizes_of(row.proposal) for row in rows}) == len(rows) > 1
-        assert len({row.proposal.shape for row in rows}) == 1
+        assert rows[0].tokens == pytest.approx(20 * rows[0].shape.parameters)
+        assert all(each["days_p90"] <= 1.0 for each in costs)
+        assert len({sizes_of(row) for row in rows}) == len(rows)
+        assert len({row.shape for row in rows}) == 1
         assert costs[0]["gpu_hours_p50"] <= min(each["gpu_hours_p50"] for each in costs)
-    assert best.rows[0].costs["parameters"] >= 0.96 * largest(1.0)["parameters"]
+    assert best.best.shape.parameters >= 0.96 * largest(1.0).shape.parameters
 
 
 @pytest.mark.slow
 def test_clusters_are_compared_by_one_model_and_a_card_is_worth_the_gpu_hours_that_it_saves(best):
-    a100, v100 = (row.costs for row in best.same)
-    assert a100["parameters"] == v100["parameters"] and a100["tokens"] == v100["tokens"]
+    first, second = best.same.rows
+    assert first.shape.parameters == second.shape.parameters and first.tokens == second.tokens
+    a100, v100 = first.costs, second.costs
     ratio = a100["gpu_hours_p50"] / v100["gpu_hours_p50"]
-    assert v100["money"] == v100["gpu_hours_p50"] and 0.15 < ratio < 0.7
+    assert v100["money_p50"] == v100["gpu_hours_p50"] and 0.15 < ratio < 0.7
     assert f"does the work of {ratio:.2f} of jz-a100-80g" in best.worth()[0]
 
 
