@@ -32,10 +32,7 @@ class Ranks:
 
     def grid(self) -> rank_grid.Grid | None:
         """Their grid; None where no size is given."""
-        if not (self.tp or self.pp or self.dp):
-            return None
-        sizes = self.tp or 1, self.pp or 1, self.dp or 1
-        return rank_grid.regular(*sizes, self.gpus_per_node)
+        return rank_grid.asked(self.tp, self.pp, self.dp, self.gpus_per_node)
 
 
 @command(GROUP)

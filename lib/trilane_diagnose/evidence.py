@@ -17,7 +17,6 @@ from trilane_diagnose.flight_recorder import Recording, read_recording
 from trilane_diagnose.stacks import Dump, patterns, read_faults, read_pyspy
 
 LARGEST_DUMP = 64 << 20  # bytes
-USUAL_GPUS_PER_NODE = 8
 # facts about the run, and the states of a host's processes
 NO_DUMP = re.compile(r"(?:plan|topology|status|env|ds_config|verdict|failures)\.json$|states-")
 
@@ -65,7 +64,7 @@ def read_folder(folder: Path, grid: Grid | None = None) -> Evidence:
         members = {rank for rank in ranks if rank < rank_grid.MOST}
         for recording in files.recordings.values():
             members.update(*recording.members.values())
-        width = files.width or USUAL_GPUS_PER_NODE
+        width = files.width or rank_grid.USUAL_GPUS_PER_NODE
         grid = rank_grid.with_hosts(rank_grid.unknown(members, width), names, width, files.order)
         files.notes.append("no topology file: tp, pp and dp are unknown (give --tp, --pp, --dp)")
     outside = sorted(ranks - {*grid.ranks})

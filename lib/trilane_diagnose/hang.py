@@ -11,7 +11,7 @@ from trilane.utils.numbers import ranges
 from trilane.utils.tables import DataFrame, Record, Table, as_json, grouped
 from trilane.utils.validation import shipped_json
 from trilane.workspace.place import Known
-from trilane.workspace.rank_grid import Grid, from_json
+from trilane.workspace.rank_grid import Grid, asked, from_json
 from trilane.workspace.study import Study
 from trilane_diagnose.evidence import Evidence, read_folder
 from trilane_diagnose.stacks import Dump, read_pyspy
@@ -168,14 +168,16 @@ def _are_sure(evidence: Evidence, found: Conditions, suspects: Suspects) -> bool
     return True
 
 
-def study_hang(study: Study, dumps: str = "") -> Verdict:
-    """The verdict on the folder `dumps`, else on the study's last run that hung, else on
-    data/examples/hang.json.
+def study_hang(
+    study: Study, dumps: str = "", tp: int = 0, pp: int = 0, dp: int = 0
+) -> Verdict:
+    """The verdict on the folder `dumps` (of these sizes, where they are known), else on the study's
+    last run that hung, else on data/examples/hang.json.
 
     Raises ValueError where `dumps` holds no dump: `study_hang(Study.open("demo"), "stacks")`.
     """
     if dumps:
-        return diagnose_hang(Path(dumps))
+        return diagnose_hang(Path(dumps), asked(tp, pp, dp))
     hung = [folder for folder in study.run_folders() if list((folder / "stacks").glob("*/rank_*"))]
     if hung:
         return diagnose_hang(hung[-1])

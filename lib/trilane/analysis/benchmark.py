@@ -8,8 +8,7 @@ from pathlib import Path
 
 from trilane.analysis.measure import Measurement, measure
 from trilane.config.batch_rampup import Ramp
-from trilane.config.plan import read_plan
-from trilane.launch.local import run_folder, train_local
+from trilane.launch.local import require_startable, run_folder, train_local
 
 
 def benchmark(plan: Path, iterations: int = 0) -> Measurement:
@@ -20,8 +19,8 @@ def benchmark(plan: Path, iterations: int = 0) -> Measurement:
     """
     if plan.is_dir():
         return measure(plan)
+    read = require_startable(plan)  # before there is a file or a folder
     if iterations:
-        read = read_plan(plan)
         run = replace(read.run, train_iters=iterations, ramp=Ramp())
         plan = plan.with_name(f"{plan.stem}-benchmark-{iterations}.json")
         with plan.open("x", encoding="utf-8") as file:  # nothing is overwritten

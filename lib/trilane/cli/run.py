@@ -99,12 +99,11 @@ def train(
 
     Exit code 0 when the run completed, 3 when it was stopped on request, else 1.
     """
-    from trilane.config.plan import read_plan
-    from trilane.launch.local import run_folder, train_local
+    from trilane.launch.local import require_startable, run_folder, train_local
     from trilane.utils.folder_lock import FolderLock
 
+    require_startable(plan)  # before there is a folder
     folder = run_folder(plan, resume)
-    read_plan(folder / "plan.json")  # a folder that is not there cannot be locked
     with FolderLock([folder]).held(0.0):
         outcome = train_local(folder, resume=resume)
     text = f"{outcome.status} after {outcome.seconds:.1f} s: {outcome.evidence}"

@@ -132,8 +132,8 @@ def watch(
 ) -> int:
     """Print a line whenever a run starts, dies or goes on.
 
-    Exit code 0 when all completed, 1 when one failed, 75 when the time is over or SLURM does not
-    answer.
+    Exit code 0 when all completed, 1 when one failed or was not submitted, 75 when the time is over
+    or SLURM does not answer.
     """
     folders = folders_of(runs)
     for line in jobs.watch(folders, every, seconds):
@@ -142,7 +142,7 @@ def watch(
     found = jobs.job_status(folders)
     if any(job.status.is_active for job in found):
         return TRY_AGAIN
-    return int(any(job.status.has_failed for job in found))
+    return int(not all(job.status.is_clean for job in found))
 
 
 def folders_of(runs: Sequence[str]) -> list[Path]:

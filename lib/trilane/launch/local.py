@@ -51,19 +51,25 @@ def train_local(
     with the calling thread, even where that is killed.
     """
     folder = Path(folder).resolve()
-    plan = read_plan(folder)
-    require_trainable(plan.topology, plan.run.fused)
+    plan = require_startable(folder)
     _require_ready(folder, plan, resume)
-    node = plan.cluster.gpus_per_node
-    rule = f"one machine starts at most the {node} processes of a node; "
-    rule += f"submit job.sbatch on {plan.cluster.name}"
-    require(plan.topology.gpus <= node, "tp x pp x dp", plan.topology.gpus, rule)
     begin = time.monotonic()
     with held_port() as port:
         put_aside(folder, keep=True)
         outcome = _run(folder, plan, port, show_progress, begin, timeout_s)
         write_status(folder, outcome)
     return outcome
+
+
+def require_startable(plan: Path | str) -> Plan:
+    """The plan; ValueError where no single machine can train it."""
+    read = read_plan(plan)
+    require_trainable(read.topology, read.run.fused)
+    node = read.cluster.gpus_per_node
+    rule = f"one machine starts at most the {node} processes of a node; "
+    rule += f"submit job.sbatch on {read.cluster.name}"
+    require(read.topology.gpus <= node, "tp x pp x dp", read.topology.gpus, rule)
+    return read
 
 
 def train(plan: Plan | Path | str, layer: Any = None, *, study: str = "python", **run: Any) -> Run:

@@ -14,7 +14,7 @@ from trilane.config.model import ModelShape
 from trilane.costmodel.shipped import calibration_for
 from trilane.forecasting.forecast import Json
 from trilane.planning.size_request import ANY, MOST, SizeRequest
-from trilane.planning.sizing import SHOWN, Proposal, Proposals, fastest, survey
+from trilane.planning.sizing import SHOWN, Proposal, Proposals, fastest, proposed, survey
 from trilane.utils.numbers import amount, size_text
 from trilane.utils.tables import Text, as_json, displayed
 from trilane.utils.validation import require, require_positive
@@ -244,7 +244,5 @@ def best_within(
 
 def _on(shape: ModelShape, request: SizeRequest, count: int) -> list[Proposal]:
     """The shape on its fastest tp x pp x dp."""
-    return [
-        Proposal(plan=c.plan, prediction=c.prediction, request=request)
-        for c in fastest(shape, request, count)[0]
-    ]
+    candidates, _ = fastest(shape, request, count)
+    return [proposed(c.plan, c.prediction, request) for c in candidates]

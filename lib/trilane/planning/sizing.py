@@ -5,7 +5,7 @@ trains in time.
 import contextlib
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -131,7 +131,7 @@ class Proposals(Table):
         p = self.best
         return Text.of(
             "Of {} parameters on {} GPUs of {}, the best shape is **{} layers × {:,}**: "
-            "**{} days** (nine of ten runs: {}) and {} GPU-hours for {} tokens. {} It {}.",
+            "**{} days** (nine of ten runs: {}) and {} GPU-hours for {} tokens; {}. {}",
             size_text(r.parameters),
             r.gpus,
             r.cluster.name,
@@ -141,8 +141,8 @@ class Proposals(Table):
             amount(p.costs["days_p90"]),
             amount(p.costs["gpu_hours_p50"]),
             size_text(p.tokens),
-            r.assumed,
             p.prediction.support.words,
+            r.assumed,
         )
 
     def to_frame(self) -> DataFrame:
@@ -276,7 +276,16 @@ def _proposal(plan: Plan, request: SizeRequest) -> Proposal:
             able.append((len(broken_rules(shape, t)), p.sec_per_it, other, p))
     if able:
         _, _, plan, prediction = min(able, key=lambda tried: tried[:2])
-    notes = broken_rules(plan.shape, t)
+    return proposed(plan, prediction, request, broken_rules(plan.shape, t))
+
+
+def proposed(
+    plan: Plan, prediction: Prediction, request: SizeRequest, notes: Iterable[str] = ()
+) -> Proposal:
+    """The plan as long as the request's tokens, whole iterations."""
+    batch = plan.topology.gbs * plan.shape.seq_length
+    iterations = math.ceil(request.tokens_of(plan.shape.parameters) / batch)
+    plan = replace(plan, run=replace(plan.run, train_iters=iterations))
     return Proposal(plan=plan, prediction=prediction, request=request, notes=tuple(notes))
 
 

@@ -13,6 +13,7 @@ from trilane.utils.validation import from_mapping, require, require_integer
 from trilane.workspace.place import Known
 
 COORDINATES = ("tp", "pp", "dp")
+USUAL_GPUS_PER_NODE = 8
 MOST = 1 << 17  # ranks, of which a grid takes 5 s and 0.6 GB; a file with more is damaged
 
 
@@ -139,6 +140,13 @@ def shared(places: Sequence[Any]) -> list[str]:
         if len(numbers) == 1:
             words.append(f"{axis} {numbers.pop()}")
     return words
+
+
+def asked(tp: int, pp: int, dp: int, gpus_per_node: int = USUAL_GPUS_PER_NODE) -> Grid | None:
+    """The grid of these sizes, of which 0 means 1; None where all are 0."""
+    if not (tp or pp or dp):
+        return None
+    return regular(tp or 1, pp or 1, dp or 1, gpus_per_node)
 
 
 def regular(tp: int, pp: int, dp: int, gpus_per_node: int) -> Grid:
