@@ -168,9 +168,7 @@ def _are_sure(evidence: Evidence, found: Conditions, suspects: Suspects) -> bool
     return True
 
 
-def study_hang(
-    study: Study, dumps: str = "", tp: int = 0, pp: int = 0, dp: int = 0
-) -> Verdict:
+def study_hang(study: Study, dumps: str = "", tp: int = 0, pp: int = 0, dp: int = 0) -> Verdict:
     """The verdict on the folder `dumps` (of these sizes, where they are known), else on the study's
     last run that hung, else on data/examples/hang.json.
 

@@ -31,6 +31,7 @@ from trilane.utils.validation import require, shown
 GROUPS = {
     "run": "execute one notebook of a study, or all in order",
     "plan": "sizes, topologies, one plan in full, dates, risks, predictions and measurements",
+    "decide": "whether to start a run: date, cost, risk, and the page that says so",
     "calibrate": "the constants of predictions, fitted to your own runs",
     "train": "train a plan on this machine",
     "measure": "this machine or cluster, the speed of a plan",
@@ -65,6 +66,8 @@ class Root(click.Group):
             return hook("debug")
         if cmd_name in ("calibrate", "train", "measure"):
             module = "run"
+        elif cmd_name == "decide":
+            module = "plan"
         else:
             module = cmd_name
         return getattr(import_module(f"trilane.cli.{module}"), cmd_name)

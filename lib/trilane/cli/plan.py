@@ -2,6 +2,7 @@
 measurements.
 """
 
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -20,11 +21,14 @@ from trilane.costmodel.trace import trace_of
 from trilane.forecasting.forecast import forecast
 from trilane.forecasting.request import ForecastRequest
 from trilane.planning import deadline
+from trilane.planning.alternatives import asked_case
+from trilane.planning.decision import Decision, decision_text
 from trilane.planning.search import search as search_plans
 from trilane.planning.size_request import ANY, SizeRequest
 from trilane.planning.sizing import survey
+from trilane.utils.process import install_command
 from trilane.utils.validation import parse_count, require
-from trilane.workspace.study import load_cluster
+from trilane.workspace.study import Study, load_cluster
 
 plan = Group("plan", help=GROUPS["plan"])
 SHAPE = "layers,hidden,heads,seq,vocab, or a JSON file: a shape, or Hugging Face's config.json"
@@ -174,6 +178,69 @@ def calendar(
     found = forecast(plan, tokens=tokens, **given)
     lines = [f"{name:21} {text}" for name, text in found.rows().items()]
     return Answer(found.to_json(), "\n".join(lines))
+
+
+@command(None)
+def decide(
+    plan: Path | None = option(None, argument="[PLAN]"),
+    shape: str = option("", f"without PLAN: {SHAPE}"),
+    cluster: str = option("", f"without PLAN: {CLUSTER}"),
+    gpus: int = option(0, "without PLAN: GPUs of the run", minimum=1),
+    gbs: int = option(0, "without PLAN: sequences of an iteration", minimum=1, maximum=1 << 20),
+    seq: int = SEQUENCE,
+    engine: str = option("", f"what trains it; default: {ENGINES[0]}", choices=ENGINES),
+    cases: tuple[str, ...] = option(
+        (), "what if: gpus=256, tokens=+30%, attention=scores; repeatable", name="if", metavar="IF"
+    ),
+    title: str = option("", "what the run is called"),
+    study: str = option("decision", "the new folder below outputs/ of the pages"),
+    **given: Annotated[Any, ForecastRequest],
+) -> Answer:
+    """Answer whether to start PLAN, or the best plan of a shape, and write the page that says why.
+
+    02, 07 and 08 are executed in a new study. Without the notebooks' packages the verdict is
+    printed alone. Exit code 1 where it is not to start.
+    """
+    model = {"shape": shape, "cluster": cluster, "gpus": gpus, "gbs": gbs}
+    if plan:
+        for name, value in {**model, "seq": seq, "engine": engine}.items():
+            require(not value, name, value, f"contradicts the plan {plan}")
+        chosen = read_plan(plan)
+    else:
+        for name, value in model.items():
+            require(bool(value), name, "missing", "needed where no plan is named")
+        known = given.get("calibration", "")
+        machine = load_cluster(cluster)
+        require(gpus <= machine.max_gpus, "gpus", gpus, f"{machine.name} has {machine.max_gpus}")
+        of_search: dict[str, Any] = {"gpus": gpus, "gbs": gbs, "calibration": known}
+        of_search |= {"engine": engine or ENGINES[0], "distinct": True, "top": 1}
+        # before a notebook runs, all that is wrong is known
+        found = search_plans(read_shape(shape, seq_length=seq), machine, **of_search)
+        chosen = found.best(1).rows[0].plan
+    asked = forecast(chosen, **given)
+    for case in cases:
+        asked_case(asked, case)
+    if find_spec("papermill") is None:
+        decision = Decision(asked=asked, known=None if plan else chosen, title=title, ifs=cases)
+        values = decision.to_json()
+        page = f"no page: {install_command('notebooks')} installs what it needs"
+    else:
+        from trilane.report.notebook import distribute, run_all
+
+        names = ["07_calendar", "08_decision"]
+        if plan:
+            parameters = {**given, "plan": str(plan)}
+        else:
+            names.insert(0, "02_topology")
+            parameters = {**given, **model, "gpus": str(gpus), "seq_length": seq}
+            parameters["engine"] = engine or ENGINES[0]
+        parameters |= {"title": title, "ifs": " ".join(cases)}
+        run_all(Study.create(study), distribute(names, parameters))
+        values = Study(study).load("decision.json", "08_decision")
+        page = str(Study(study).folder / "08_decision.html")
+    values["page"] = page
+    text = f"{decision_text(values)}\n{page}"
+    return Answer(values, text, int(not values["recommendation"]["figures"]))
 
 
 @command(plan)

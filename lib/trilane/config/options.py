@@ -117,7 +117,8 @@ def read_field(kind: type, name: str, text: str) -> Any:
     """
     by_name = {field.name: field for field in dataclasses.fields(kind)}
     require_known("choice", name, by_name)
-    return read_value(name, text, by_name[name].type, by_name[name].metadata)
+    declared: Any = by_name[name].type
+    return read_value(name, text, NUMBERS.get(declared, declared), by_name[name].metadata)
 
 
 @functools.cache

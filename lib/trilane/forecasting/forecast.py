@@ -223,15 +223,14 @@ class Forecast(Table):
         return ", ".join(words) or "no deadline and no allocation to fail"
 
     def facts(self) -> dict[str, str]:
-        """The run as a person reads it: topology, dates, cost, risks, memory and seconds, where
+        """The run as a person reads it: plan, dates, cost, risks, memory and seconds, where
         there is such a limit or price; intervals in parentheses.
         """
         r = self.record
         plan = self.request.plan
         p = self.request.prediction
-        t = plan.topology
         facts = {
-            "topology": f"TP {t.tp} × CP {t.cp} × PP {t.pp} × DP {t.dp}, microbatch {t.mbs}",
+            "plan": plan.label,
             "done by": r["finish"]["p50"][:10],
             "19 of 20 runs by": r["finish"]["p95"][:10],
         }
@@ -274,6 +273,9 @@ class Forecast(Table):
         rows["jobs"] = f"{r['jobs']} of at most {hours} hours on {r['nodes']} nodes"
         days, hours = (amount(value) for value in r["ideal"].values())
         rows["without stops"] = f"{days} days, {hours} GPU-hours"
+        t = self.request.plan.topology
+        free = self.request.plan.cluster.free_nodes(t.gpus)
+        rows["in reserve"] = self.request.risks.spares_text(free)
         rows["checkpoints"] = f"every {amount(r['checkpoint']['interval_s'] / 60, 2)} minutes"
         return rows
 

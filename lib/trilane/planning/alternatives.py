@@ -2,16 +2,19 @@
 
 import contextlib
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from datetime import timedelta
 from itertools import islice
 from typing import Any
 
 from trilane.config.engines import ENGINES, default_attention
+from trilane.config.options import read_field, read_value
+from trilane.config.parallelism import Topology
 from trilane.forecasting.forecast import Forecast, Json
 from trilane.forecasting.request import ForecastRequest
 from trilane.planning.search import search
 from trilane.utils.tables import DataFrame, Record, Table
+from trilane.utils.validation import require, require_known
 
 # what a search varies only where it is asked to
 HELD = [
@@ -130,6 +133,32 @@ def what_ifs(base: Forecast) -> Cases:
         with contextlib.suppress(ValueError):
             cases.append(simulated(name, r, **changes))
     return Cases(kinds={"what if": tuple(cases)})
+
+
+def asked_case(base: Forecast, text: str) -> Case:
+    """The case of a text: `tokens=+30%`, `deadline=2027-08-01` or another field of ForecastRequest;
+    or of GPUs, an engine or a choice of HELD (`gpus=256`, `attention=scores`) the best plan of a
+    search. ValueError where it cannot run.
+    """
+    name, _, value = text.partition("=")
+    r = base.request
+    fields_of = {f.name for f in fields(r) if f.metadata.get("cli", True)}
+    require_known("if", name, [*sorted(fields_of), "gpus", "engine", *HELD])
+    if name in fields_of and value.endswith("%"):
+        share = read_value(name, value[:-1], float, {})
+        before = getattr(r, name)
+        require(isinstance(before, float), "if", text, f"{name} has no number to change")
+        return simulated(text, r, **{name: before * (1 + share / 100)})
+    if name in fields_of:
+        return simulated(text, r, **{name: read_field(ForecastRequest, name, value)})
+    given: Any = value
+    if name == "gpus":
+        given = read_value(name, value, int, {"minimum": 1})
+    elif name != "engine":
+        given = read_field(Topology, name, value)
+    for case in searched(base, text, **{name: given}):
+        return case
+    raise ValueError(f"if={text}: no topology can run so")
 
 
 def levers(base: Forecast) -> Cases:

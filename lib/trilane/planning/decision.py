@@ -10,15 +10,27 @@ from trilane.costmodel.predict import SAFE
 from trilane.costmodel.shipped import constants_of
 from trilane.forecasting.forecast import MEMORY, Forecast, Json
 from trilane.forecasting.request import ForecastRequest
-from trilane.planning.alternatives import Case, Cases, alternatives, levers, simulated, what_ifs
+from trilane.planning.alternatives import (
+    Case,
+    Cases,
+    alternatives,
+    asked_case,
+    levers,
+    simulated,
+    what_ifs,
+)
 from trilane.planning.search_result import TIE
-from trilane.utils.numbers import chance, with_bounds
-from trilane.utils.tables import Columns, DataFrame, Table, Text, as_json
+from trilane.utils.numbers import amount, chance, with_bounds
+from trilane.utils.tables import Columns, DataFrame, Table, Text, as_json, displayed
 from trilane.utils.validation import from_mapping, require, shipped_json
 from trilane.workspace.study import Study
 
 # a limit is kept where at most one simulated run in five fails it: a choice, not a measurement
 MOST_RISK = 0.2
+SHOWN = (
+    "kind case gpus days_p50 gpu_hours_p50 money_p50 memory_gib oom_probability p_miss_deadline "
+    "p_overrun_allocation note"
+)
 MOST_DAYS = 1.1  # of those of the plan: a change that takes longer is another plan
 
 
@@ -81,6 +93,7 @@ class Decision(Table):
     title: str = ""
     source: Json = field(default_factory=dict)
     is_stale: bool = False
+    ifs: tuple[str, ...] = ()  # cases that were asked for, see alternatives.asked_case
 
     @cached_property
     def alternatives(self) -> Cases:
@@ -92,7 +105,8 @@ class Decision(Table):
 
     @cached_property
     def what_ifs(self) -> Cases:
-        return what_ifs(self.forecast)
+        asked = [asked_case(self.forecast, text) for text in self.ifs]
+        return Cases(kinds={"what if": (*asked, *what_ifs(self.forecast).kinds["what if"])})
 
     @property
     def plan(self) -> Case:
@@ -192,7 +206,11 @@ class Decision(Table):
             more = self.chosen.difference(self.asked)
             lines.append(f"{self.chosen.name}: {more} relative to the plan asked for, predicted")
         usual = f"the plan keeps every limit; nothing that was tried saves {chance(TIE)}"
-        return Lines(lines or [usual])
+        lines = lines or [usual]
+        for lever in self.levers.kinds["held fixed"][:1]:
+            if lever.hours() < (1 - TIE) * self.chosen.hours():
+                lines.append(f"the largest lever: {lever.name}, {lever.note}")
+        return Lines(lines)
 
     @property
     def turns(self) -> Lines:
@@ -223,13 +241,14 @@ class Decision(Table):
         if _failures(self.chosen):
             start = "Do not start on {} as planned: at best {}"
         return Text.of(
-            "{}**{}**: done by **{}** (19 of 20 runs by {}), **{} GPU-hours**, {}, {} of memory "
-            "with {} risk to run out of it.",
+            "{}**{}**: done by **{}** (the median; 19 of 20 runs by {}), **{} GPU-hours**{}, {}, "
+            "{} of memory with {} risk to run out of it.",
             Text.of("{}: ", self.title) if self.title else "",
-            Text.of(start, r.start, facts["topology"]),
+            Text.of(start, r.start, facts["plan"]),
             facts["done by"],
             facts["19 of 20 runs by"],
             facts["GPU-hours"],
+            f", money {facts['money']}" if "money" in facts else "",
             self.forecast.risks(),
             facts["memory"],
             facts[MEMORY],
@@ -244,12 +263,9 @@ class Decision(Table):
         else:
             advised = "recommended"
         cases = {"as asked": self.plan, advised: self.chosen, self.origin: self.best}
-        # the plan's label has its topology
-        names = [name for name in self.asked.facts() if name != "topology"]
-        columns = {"": ["plan", *names]}
+        columns = {"": [*self.asked.facts()]}
         for head, case in cases.items():
-            facts = case.forecast.facts()
-            columns[head] = [case.name, *(facts[name] for name in names)]
+            columns[head] = [*case.forecast.facts().values()]
         return Columns(columns)
 
     def dangers(self) -> Columns:
@@ -316,7 +332,7 @@ class Decision(Table):
     def to_json(self) -> Json:
         """What decision.json holds."""
         return {
-            "headline": str(self.verdict()),
+            "headline": self.verdict().plain,
             "recommendation": as_json(self.recommendation),
             "plan_id": self.asked.request.plan.id,
             "recommended_id": self.forecast.request.plan.id,
@@ -362,8 +378,22 @@ def _sizes(case: Case) -> tuple[int, int]:
     return t.gpus, t.gbs
 
 
-def decide(study: Study, title: str = "") -> Decision:
-    """The decision on the study's forecast; ValueError where 07_calendar was not run yet.
+def decision_text(values: Json) -> str:
+    """What decision.json holds, for a terminal: the verdict, its reasons, every other case."""
+    lines = [values["headline"], *[f"- {reason}" for reason in values["recommendation"]["reasons"]]]
+    if values["cases"]:
+        import pandas as pd
+
+        frame = pd.DataFrame(values["cases"])
+        frame = frame[~frame["kind"].isin(["plan", "best known"])]
+        table = displayed(frame, SHOWN)
+        lines.append(table.to_string(index=False, float_format=amount, na_rep=""))
+    return "\n".join(lines)
+
+
+def decide(study: Study, title: str = "", ifs: str = "") -> Decision:
+    """The decision on the study's forecast; ValueError where 07_calendar was not run yet. `ifs` are
+    further cases, such as "gpus=256 tokens=+30%".
 
     decide(Study.open("demo")).verdict()
     """
@@ -379,5 +409,10 @@ def decide(study: Study, title: str = "") -> Decision:
     before = record["made_by"]["read"].get("plans.json")
     is_stale = bool(before) and study.read.get("plans.json") != before
     return Decision(
-        asked=asked, known=known, title=title, source=record["source"], is_stale=is_stale
+        asked=asked,
+        known=known,
+        title=title,
+        source=record["source"],
+        is_stale=is_stale,
+        ifs=tuple(ifs.split()),
     )

@@ -119,6 +119,7 @@ def _execute(name: str, executed: Path, values: Mapping[str, Any]) -> None:
             "stdout_file": sys.stderr,
             "stderr_file": sys.stderr,
             "kernel_name": "python3",
+            "progress_bar": sys.stderr.isatty(),
         }
         try:
             papermill.execute_notebook(source, executed, parameters=dict(values), **options)

@@ -231,6 +231,12 @@ class Text(Markup):
             return f"`{value}`"
         return Text.escape(value)
 
+    @property
+    def plain(self) -> str:
+        """The sentence without markup."""
+        unmarked = re.sub(r"\*\*|(?<!\\)`", "", self)
+        return html.unescape(re.sub(r"\\(.)", r"\1", unmarked))
+
 
 class Html(Markup):
     """HTML that a notebook shows: `Html.of("<b>{}</b>", name)`."""
