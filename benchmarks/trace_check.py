@@ -26,7 +26,7 @@ from trilane.config.model import ModelShape
 from trilane.config.parallelism import Topology, invalid_reason
 from trilane.config.plan import Plan
 from trilane.config.training import Dropout
-from trilane.costmodel.expected import compare
+from trilane_engine.trace.expected import compare
 
 LIMITS = {"flops": 0.001, "count": 0.01, "bytes": 0.01}  # by the last word of a quantity, else:
 MEMORY = 0.02

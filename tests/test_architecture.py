@@ -42,9 +42,9 @@ ORDER = tuple(
 BESIDE = ("trilane_engine", "trilane_diagnose")
 # What is counted: the aim, and what stands today.
 TOKENS = {
-    "trilane": (118_000, 137_500),
-    "trilane_engine": (46_000, 46_000),
-    "trilane_diagnose": (31_000, 31_000),
+    "trilane": (128_000, 135_200),
+    "trilane_engine": (55_000, 55_000),
+    "trilane_diagnose": (32_000, 32_000),
     "tests": (140_000, 140_000),
 }
 FORMS = {  # in lib, per 1,000 code lines
@@ -263,7 +263,7 @@ def test_only_the_command_line_parses_arguments():
     parsers = {"argparse", "click", "optparse", "getopt"}
     others = [path for path in modules() if package(path) != "cli"]
     others.remove(
-        LIB / "trilane/interop/torch_dist.py"
+        LIB / "trilane_engine/checkpoint/megatron_index.py"
     )  # Megatron-LM saves its arguments as an argparse.Namespace
     assert not [
         str(path.relative_to(LIB))

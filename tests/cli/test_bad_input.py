@@ -38,6 +38,12 @@ BAD = [
     ),
     ("plan show", "shape=missing: needed where no plan is named"),
     ("plan show plan.json --tp 2", "tp=2: contradicts the plan plan.json"),
+    ("decide", "shape=missing: needed where no plan is named"),
+    ("decide plan.json --gpus 8", "gpus=8: contradicts the plan plan.json"),
+    ("decide plan.json --start 2027-02-01 --deadline 2027-01-31", "deadline=2027-01-31: must not"),
+    ("decide plan.json --tokens 0", "tokens=0.0: must be above 0"),
+    ("decide plan.json --if tp=3", "if=tp: known: "),
+    ("decide plan.json --if price=+30%", "if=price=+30%: price has no number to change"),
     ("plan backtest rows.csv --cv month", "cv=month: known: date, hidden, table"),
     (
         "calibrate rows.csv --cluster h200 -o out.json",

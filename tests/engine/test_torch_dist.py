@@ -13,8 +13,8 @@ import pytest
 from plans import LLAMA, SHAPE, changed, run_folder, small_plan
 from test_hf_export import BLOOM, checkpoint
 
-from trilane.interop.torch_dist import WORD
 from trilane.workspace.checkpoints import KINDS, read_manifest
+from trilane_engine.checkpoint.megatron_index import WORD
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # what torch says while it is imported
 

@@ -132,9 +132,7 @@ def test_gpus_that_share_sequences_are_counted_and_paid():
         risks=CALM,
     )
     assert found.gpu_hours(0.5) == pytest.approx(24 * 384 * found.days(0.5))
-    assert (
-        found.figures()["gpus"] == 8 * found.nodes == 384 and "CP 2 ×" in found.facts()["topology"]
-    )
+    assert found.figures()["gpus"] == 8 * found.nodes == 384 and "cp2" in found.facts()["topology"]
 
 
 def test_the_sooner_the_deadline_and_the_smaller_the_allocation_the_likelier_they_are_missed():

@@ -2,12 +2,15 @@
 simulated runs.
 """
 
+import json
 from dataclasses import replace
 from datetime import date, timedelta
 
 import pytest
 from support import REPOSITORY
 
+from trilane.cli import plan as commands
+from trilane.cli.app import main
 from trilane.config.batch_rampup import Ramp
 from trilane.config.plan import read_plan
 from trilane.costmodel.predict import SAFE, predict
@@ -194,4 +197,50 @@ def test_what_ifs_are_forecasts_of_what_they_name(found):
     )
     assert (
         late["days_p50"] == base["days_p50"] and late["p_miss_deadline"] >= base["p_miss_deadline"]
+    )
+
+
+SMALL = "--shape 24,2048,16,2048,50304 --cluster jz-v100-32g --gpus 32 --gbs 512"
+RUN = "--tokens 30B --start 2027-01-04 --deadline 2027-03-31 --price 2 --spare-nodes 0 --runs 200"
+
+
+@pytest.mark.slow
+def test_the_verdict_without_notebooks_is_that_of_the_page(outputs, capsys, monkeypatch):
+    """And a case that is asked for is the default one with the same words."""
+    words = f"decide {SMALL} {RUN} --if tokens=+30% --study s --json".split()
+    code = main(words)
+    page = json.loads(capsys.readouterr().out)
+    assert page.pop("page") == str(Study("s").folder / "08_decision.html")
+    for name in ("02_topology", "07_calendar", "08_decision"):
+        assert (Study("s").folder / f"{name}.html").is_file()
+    monkeypatch.setattr(commands, "find_spec", lambda name: None)
+    assert main(words) == code == 0
+    alone = json.loads(capsys.readouterr().out)
+    assert "pip install" in alone.pop("page")
+    for name in ("headline", "recommendation", "cases", "plan_id"):
+        assert alone[name] == page[name], name
+    cases = {case["case"]: case for case in page["cases"]}
+    asked, usual = cases["tokens=+30%"], cases["tokens × 1.3"]
+    assert asked["days_p50"] == usual["days_p50"] > cases["the plan 10 % slower"]["days_p50"]
+
+
+def test_one_plan_has_one_date_in_every_command(capsys, tmp_path, outputs):
+    """Days of `size`, `calendar` and `decide`, the spare nodes asked for counted in each."""
+    asked = "--cluster jz-v100-32g --gpus 32 --gbs 512 --spare-nodes 0"
+    assert main(f"plan size --params 1.3B --vocab 50257 {asked} --tokens 30B --json".split()) == 0
+    sizes = json.loads(capsys.readouterr().out)
+    costs = sizes["plans"][0]["costs"]
+    path = tmp_path / "size.json"
+    path.write_text(json.dumps(sizes))
+    words = f"plan calendar {path} --tokens 30B --spare-nodes 0 --json"
+    assert main(words.split()) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["days_p50"] == pytest.approx(costs["days_p50"])
+    assert found["gpu_hours_p50"] == pytest.approx(costs["gpu_hours_p50"])
+    assert sizes["plans"][0]["prediction"]["oom_probability"] <= SAFE
+    trained = sizes["plans"][0]["run"]["train_iters"] * 512 * 2048
+    assert 30e9 <= trained < 30e9 + 512 * 2048
+    assert main([*words.replace("--spare-nodes 0 ", "").split()]) == 0
+    assert json.loads(capsys.readouterr().out)["days_p50"] < found["days_p50"], (
+        "4 spare nodes by default"
     )

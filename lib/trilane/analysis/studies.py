@@ -16,7 +16,15 @@ from trilane.workspace.installation import outputs_root
 from trilane.workspace.study import Study
 
 PREDICTED = ("sec_per_it", "sec_lo", "sec_hi", "memory_bytes", "oom_probability")
-DATED = ("plan", "tokens", "days", "gpu_hours", "finish", "p_miss_deadline", "p_overrun_allocation")
+DATED = (
+    "plan",
+    "tokens",
+    "days_p50",
+    "gpu_hours_p50",
+    "finish",
+    "p_miss_deadline",
+    "p_overrun_allocation",
+)
 MEASURED = ("sec_per_it", "tflops", "tokens_per_s", "memory_gib", "loss", "status")
 
 

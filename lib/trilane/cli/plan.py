@@ -2,6 +2,7 @@
 measurements.
 """
 
+from collections.abc import Iterable
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
@@ -84,7 +85,6 @@ def search(
     """
     machine = load_cluster(cluster)
     model = read_shape(shape, seq_length=seq)
-    require(gpus <= machine.max_gpus, "gpus", gpus, f"{machine.name} has {machine.max_gpus}")
     known = calibration_for(machine, calibration)
     asked = {"gpus": gpus, "gbs": gbs, "engine": engine, "top": top, **choices}
     found = search_plans(model, machine, calibration=known, distinct=True, **asked)
@@ -141,20 +141,25 @@ def show(
     else differs from the defaults of cluster and engine.
     """
     given = {"shape": shape, "cluster": cluster, "seq": seq, "engine": engine}
-    given = {name: value for name, value in given.items() if value} | choices
+    require_either(plan, {**given, **choices}, ("shape", "cluster", "gbs"))
     if plan:
-        for name, value in given.items():
-            require(False, name, value, f"contradicts the plan {plan}")
         read = read_plan(plan)
         trace = trace_of(read, plan)
     else:
-        for name in ("shape", "cluster", "gbs"):
-            require(name in given, name, "missing", "needed where no plan is named")
         model = read_shape(shape, seq_length=seq)
         read = plan_of(model, load_cluster(cluster), engine or ENGINES[0], choices)
         trace = None
     known = constants_of(read, calibration)
     return Answer(*plan_report(read, known, trace))
+
+
+def require_either(plan: Path | None, given: dict[str, Any], needed: Iterable[str]) -> None:
+    """ValueError where a plan is named and something else is given, or something needed is not."""
+    for name, value in given.items():
+        require(not (plan and value), name, value, f"contradicts the plan {plan}")
+    for name in needed:
+        is_there = plan is not None or bool(given.get(name))
+        require(is_there, name, "missing", "needed where no plan is named")
 
 
 def plan_of(shape: ModelShape, cluster: Cluster, engine: str, choices: dict[str, Any]) -> Plan:
@@ -202,20 +207,15 @@ def decide(
     printed alone. Exit code 1 where it is not to start.
     """
     model = {"shape": shape, "cluster": cluster, "gpus": gpus, "gbs": gbs}
+    require_either(plan, {**model, "seq": seq, "engine": engine}, model)
+    engine = engine or ENGINES[0]
+    # before a notebook runs, all that is wrong is known
     if plan:
-        for name, value in {**model, "seq": seq, "engine": engine}.items():
-            require(not value, name, value, f"contradicts the plan {plan}")
         chosen = read_plan(plan)
     else:
-        for name, value in model.items():
-            require(bool(value), name, "missing", "needed where no plan is named")
         known = given.get("calibration", "")
-        machine = load_cluster(cluster)
-        require(gpus <= machine.max_gpus, "gpus", gpus, f"{machine.name} has {machine.max_gpus}")
-        of_search: dict[str, Any] = {"gpus": gpus, "gbs": gbs, "calibration": known}
-        of_search |= {"engine": engine or ENGINES[0], "distinct": True, "top": 1}
-        # before a notebook runs, all that is wrong is known
-        found = search_plans(read_shape(shape, seq_length=seq), machine, **of_search)
+        sizes = {"gpus": gpus, "gbs": gbs, "engine": engine, "calibration": known, "top": 1}
+        found = search_plans(read_shape(shape, seq_length=seq), cluster, distinct=True, **sizes)
         chosen = found.best(1).rows[0].plan
     asked = forecast(chosen, **given)
     for case in cases:
@@ -232,8 +232,8 @@ def decide(
             parameters = {**given, "plan": str(plan)}
         else:
             names.insert(0, "02_topology")
-            parameters = {**given, **model, "gpus": str(gpus), "seq_length": seq}
-            parameters["engine"] = engine or ENGINES[0]
+            parameters = {**given, **model, "seq_length": seq, "engine": engine}
+            parameters["gpus"] = str(gpus)
         parameters |= {"title": title, "ifs": " ".join(cases)}
         run_all(Study.create(study), distribute(names, parameters))
         values = Study(study).load("decision.json", "08_decision")

@@ -17,7 +17,7 @@ from trilane.forecasting.failures import Cause, FailureModel
 from trilane.forecasting.request import ForecastRequest
 from trilane.forecasting.simulation import Outcomes, Work, simulate
 from trilane.utils.numbers import amount, chance, with_bounds
-from trilane.utils.tables import Columns, DataFrame, Table, Text
+from trilane.utils.tables import Columns, DataFrame, Table, Text, as_json
 from trilane.utils.validation import require, shipped_json
 
 HOUR = 3600.0
@@ -127,53 +127,39 @@ class Forecast(Table):
         return np.insert(tokens, 0, 0.0), np.insert(days, 0, 0.0, axis=0)
 
     def to_json(self) -> Json:
-        """Days, GPU-hours, ISO dates, probabilities, jobs, and the assumptions behind them."""
+        """The figures, ISO dates, jobs, and the assumptions behind them; null for what nobody
+        asked for.
+        """
         r = self.request
-        missed = overrun = None
-        if r.deadline:
-            end_s = ((r.deadline - r.start).days + 1) * DAY
-            missed = float((self.outcomes.wall_s > end_s).mean())
-        if r.allocation:
-            overrun = float((self.outcomes.gpu_s / HOUR > r.allocation).mean())
-        middle_and_interval = (0.5, 0.05, 0.95)
-        days = [self.days(q) for q in middle_and_interval]
-        hours = [self.gpu_hours(q) for q in middle_and_interval]
-        cost = [None if r.price is None else r.price * h for h in hours]
         finish = {
             f"p{round(100 * q):02}": self.finish(q).isoformat(timespec="minutes") for q in QUANTILES
         }
         ramp = [phase.iterations for phase in r.phases if phase.gbs < r.plan.topology.gbs]
         ramp_s = float(np.dot(ramp, r.seconds[: len(ramp)]))
-        return {
+        values = {
             "plan": r.plan.label,
             "plan_id": r.plan.id,
             "prediction": r.prediction.to_json(),
-            "start": r.start.isoformat(),
+            "start": r.start,
             "tokens": r.tokens,
             "samples": r.samples,
             "iterations": sum(phase.iterations for phase in r.phases),
             "ramp": {"iterations": sum(ramp), "days": ramp_s / DAY, "batch_sizes": len(ramp)},
-            "days": days[0],
-            "days_interval": days[1:],
-            "gpu_hours": hours[0],
-            "gpu_hours_interval": hours[1:],
+            **self.figures(),
             "ideal": {
                 "days": self.work_s / DAY,
                 "gpu_hours": self.work_s * self.work.gpus / HOUR,
             },
             "finish": finish,
-            "deadline": r.deadline and r.deadline.isoformat(),
-            "p_miss_deadline": missed,
+            "deadline": r.deadline,
             "allocation": r.allocation,
-            "p_overrun_allocation": overrun,
-            "cost": cost[0],
-            "cost_interval": cost[1:],
             "checkpoint": {"interval_s": r.saving[1], "save_s": r.saving[0]},
             "lost_days": self.lost_days,
             "nodes": self.nodes,
-            "jobs": math.ceil(days[0] * 24 / r.risks.job_hours),
+            "jobs": math.ceil(self.days(0.5) * 24 / r.risks.job_hours),
             "assumptions": self._assumed(),
         }
+        return as_json(values)
 
     def _assumed(self) -> list[Json]:
         """Every rate of interruptions and field of the risks with its source."""
@@ -223,20 +209,20 @@ class Forecast(Table):
         return ", ".join(words) or "no deadline and no allocation to fail"
 
     def facts(self) -> dict[str, str]:
-        """The run as a person reads it: plan, dates, cost, risks, memory and seconds, where
+        """The run as a person reads it: topology, dates, cost, risks, memory and seconds, where
         there is such a limit or price; intervals in parentheses.
         """
         r = self.record
         plan = self.request.plan
         p = self.request.prediction
         facts = {
-            "plan": plan.label,
+            "topology": plan.topology.label,
             "done by": r["finish"]["p50"][:10],
             "19 of 20 runs by": r["finish"]["p95"][:10],
         }
-        for name, key in {"days": "days", "GPU-hours": "gpu_hours", "money": "cost"}.items():
-            if r[key]:
-                facts[name] = with_bounds(r[key], *r[f"{key}_interval"])
+        for name, key in {"days": "days", "GPU-hours": "gpu_hours", "money": "money"}.items():
+            if r[f"{key}_p50"]:
+                facts[name] = with_bounds(*[r[f"{key}_{end}"] for end in ("p50", "p05", "p95")])
         card = plan.cluster.gpu.memory_bytes / 2**30
         facts["memory"] = f"{p.memory_bytes / 2**30:.1f} of {card:.3g} GiB"
         for name, key in {DEADLINE: "p_miss_deadline", ALLOCATION: "p_overrun_allocation"}.items():
@@ -250,18 +236,25 @@ class Forecast(Table):
         """The numbers of facts(), units in their names: p50 is the median of the simulated runs,
         p95 what one run in twenty exceeds; NaN where nothing was asked for.
         """
-        r = self.record
-        p = self.request.prediction
-        t = self.request.plan.topology
+        r = self.request
+        p = r.prediction
+        t = r.plan.topology
         figures: Json = {"tp": t.tp, "pp": t.pp, "dp": t.dp, "mbs": t.mbs, "gpus": t.gpus}
-        for name, key in {"days": "days", "gpu_hours": "gpu_hours", "money": "cost"}.items():
-            low, high = r[f"{key}_interval"]
-            figures |= {f"{name}_p05": low, f"{name}_p50": r[key], f"{name}_p95": high}
-        for name in ("p_miss_deadline", "p_overrun_allocation"):
-            figures[name] = r[name]
+        for name, quantile in {"p05": 0.05, "p50": 0.5, "p95": 0.95}.items():
+            hours = self.gpu_hours(quantile)
+            figures[f"days_{name}"] = self.days(quantile)
+            figures[f"gpu_hours_{name}"] = hours
+            figures[f"money_{name}"] = math.nan if r.price is None else r.price * hours
+        figures |= {"p_miss_deadline": math.nan, "p_overrun_allocation": math.nan}
+        if r.deadline:
+            end_s = ((r.deadline - r.start).days + 1) * DAY
+            figures["p_miss_deadline"] = float((self.outcomes.wall_s > end_s).mean())
+        if r.allocation:
+            over = self.outcomes.gpu_s / HOUR > r.allocation
+            figures["p_overrun_allocation"] = float(over.mean())
         for name in ("memory_gib", "oom_probability", "sec_per_it", "sec_lo", "sec_hi"):
             figures[name] = p.numbers[name]
-        return {name: math.nan if value is None else value for name, value in figures.items()}
+        return figures
 
     def rows(self) -> dict[str, str]:
         """The facts, then the jobs, a run without stops, and the interval between

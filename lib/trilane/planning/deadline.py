@@ -15,8 +15,8 @@ from trilane.costmodel.shipped import calibration_for
 from trilane.forecasting.forecast import Json
 from trilane.planning.size_request import ANY, MOST, SizeRequest
 from trilane.planning.sizing import SHOWN, Proposal, Proposals, fastest, proposed, survey
-from trilane.utils.numbers import amount, size_text
-from trilane.utils.tables import Text, as_json, displayed
+from trilane.utils.numbers import size_text
+from trilane.utils.tables import Text
 from trilane.utils.validation import require, require_positive
 from trilane.workspace.study import load_cluster
 
@@ -30,9 +30,8 @@ NOTE = "Shapes have published ratios of width to depth: which of them learns bes
 @dataclass(frozen=True, kw_only=True)
 class InTime(Proposals):
     """Plans that end in time, those of a cluster together and its best first; without rows nothing
-    ends. Its request is that of the first cluster, for the largest size.
-
-    `same` is one model on each of several clusters, `reasons` why nothing ends on a cluster.
+    ends. Its request is that of the first cluster, for the largest size; `reasons` is why nothing
+    ends on a cluster.
     """
 
     shown = (
@@ -41,18 +40,20 @@ class InTime(Proposals):
     )
     limit: float
     reasons: dict[str, str]
-    same: Proposals
 
     def worth(self) -> list[str]:
-        """What a GPU-hour of each further cluster is worth in those of the first one, by the common
-        model.
+        """What a GPU-hour of each further cluster is worth in those of the first one, per parameter
+        and token, with nothing going wrong.
         """
+        best: dict[str, Proposal] = {}
+        for p in self.rows:
+            best.setdefault(p.plan.cluster.name, p)
         lines = list[str]()
-        for other in self.same.rows[1:]:
-            first = self.same.rows[0]
-            ratio = first.costs["gpu_hours_p50"] / other.costs["gpu_hours_p50"]
-            text = f"does the work of {ratio:.2f} of {first.plan.cluster.name}"
-            lines.append(f"a GPU-hour of {other.plan.cluster.name} {text}")
+        for name, p in best.items():
+            first = self.rows[0]
+            if p is not first:
+                work = f"{first.cost / p.cost:.2f} of {first.plan.cluster.name}"
+                lines.append(f"a GPU-hour of {name} does the work of {work}")
         return lines
 
     def why_none(self) -> str:
@@ -72,17 +73,13 @@ class InTime(Proposals):
         return Text.of(text, self.limit, most, self.request.assumed, NOTE)
 
     def to_json(self, top: int = SHOWN) -> Json:
-        """The plans with their costs, the common model's, and why nothing ends."""
-        same = [{"cluster": p.plan.cluster.name, **as_json(p.costs)} for p in self.same.rows]
+        """The plans with their costs, and why nothing ends."""
         limits: Json = {"days": self.limit, "probability": 0.9, "reasons": self.reasons}
-        return {**super().to_json(top), **limits, "same_model": same, "worth": self.worth()}
+        return {**super().to_json(top), **limits, "worth": self.worth()}
 
     def as_text(self, top: int = SHOWN) -> str:
         """The plans side by side, the worth of each cluster's GPU-hours, what each rests on."""
         lines = [super().as_text(top)]
-        if self.same.rows:
-            table = displayed(self.same.to_frame(), self.shown)
-            lines.append(table.to_string(float_format=amount))
         if self.rows and self.reasons:
             lines.append(self.why_none())
         return "\n".join([*lines, *self.worth(), NOTE])
@@ -211,8 +208,6 @@ def best_within(
         asked |= {"calibration": calibration_for(machine, calibration), "price": price}
         requests.append(SizeRequest(parameters=MOST, cluster=machine, **asked))
     rows = list[Proposal]()
-    able = list[SizeRequest]()
-    shapes = list[ModelShape]()
     reasons = dict[str, str]()
     for request in requests:
         largest = _largest(request, days)
@@ -226,20 +221,12 @@ def best_within(
                 if plans:
                     break
             rows += plans or [largest]
-            able.append(request)
-            shapes.append(rows[-1].shape)
         else:
             reasons[request.cluster.name] = _why_none(request)
-    same = list[Proposal]()
-    if len(able) > 1:
-        least = min(shapes, key=lambda shape: shape.parameters)
-        for request in able:
-            same += _on(least, request, 1)
     first = requests[0]
     if rows:
         first = replace(first, parameters=rows[0].shape.parameters)
-    common = Proposals(request=first, rows=tuple(same))
-    return InTime(limit=days, request=first, rows=tuple(rows), reasons=reasons, same=common)
+    return InTime(limit=days, request=first, rows=tuple(rows), reasons=reasons)
 
 
 def _on(shape: ModelShape, request: SizeRequest, count: int) -> list[Proposal]:

@@ -244,7 +244,7 @@ class Decision(Table):
             "{}**{}**: done by **{}** (the median; 19 of 20 runs by {}), **{} GPU-hours**{}, {}, "
             "{} of memory with {} risk to run out of it.",
             Text.of("{}: ", self.title) if self.title else "",
-            Text.of(start, r.start, facts["plan"]),
+            Text.of(start, r.start, facts["topology"]),
             facts["done by"],
             facts["19 of 20 runs by"],
             facts["GPU-hours"],
@@ -263,10 +263,11 @@ class Decision(Table):
         else:
             advised = "recommended"
         cases = {"as asked": self.plan, advised: self.chosen, self.origin: self.best}
-        columns = {"": [*self.asked.facts()]}
+        columns = {"": ["plan", *self.asked.facts()]}
         for head, case in cases.items():
-            columns[head] = [*case.forecast.facts().values()]
-        return Columns(columns)
+            columns[head] = [case.name, *case.forecast.facts().values()]
+        # the plan's label has its topology
+        return Columns({head: [cells[0], *cells[2:]] for head, cells in columns.items()})
 
     def dangers(self) -> Columns:
         """The largest causes of delay of the chosen plan with what helps."""

@@ -178,6 +178,8 @@ def space_for(
         if value is not None and value not in ("", ()):
             require_known("choice", name, names)
             given[name] = value
+    for count in _tuple(gpus):
+        require(count <= cluster.max_gpus, "gpus", count, f"{cluster.name} has {cluster.max_gpus}")
     precision = given.get("precision", default_precision(cluster))
     cluster.gpu.flops_per_s(precision)
     offload = _tuple(given.get("offload", "none"))[0]

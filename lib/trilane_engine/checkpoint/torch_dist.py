@@ -1,5 +1,5 @@
 """Checkpoints of Megatron-LM in and out, one tensor at a time: `trilane convert checkpoint`; see
-interop/torch_dist.py.
+megatron_index.py.
 
 Written are weights, fp32. Read are weights and, where they stand beside them whole
 (`optimizer.state.exp_avg...`), the fp32 master and Adam's moments; other forms, as a distributed
@@ -22,7 +22,6 @@ from torch.distributed.checkpoint import metadata as dcp
 
 from trilane.config.model import ModelShape
 from trilane.config.plan import Plan, read_plan
-from trilane.interop import torch_dist as megatron
 from trilane.utils.files import new_folder, replace_text
 from trilane.utils.tables import one_line
 from trilane.utils.validation import require
@@ -30,6 +29,7 @@ from trilane.workspace import checkpoints
 from trilane.workspace.checkpoints import KINDS
 from trilane.workspace.continuation import identity
 from trilane_engine import patches
+from trilane_engine.checkpoint import megatron_index as megatron
 from trilane_engine.checkpoint.huggingface import verified
 from trilane_engine.checkpoint.slices import assemble, within, write_slices
 from trilane_engine.model.parameters import Box, whole_sizes

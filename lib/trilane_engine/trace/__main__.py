@@ -12,12 +12,12 @@ from pandas import DataFrame
 from trilane.config.engines import require_trainable
 from trilane.config.plan import Plan, read_plan
 from trilane.costmodel.columns import columns_of
-from trilane.costmodel.expected import compare
 from trilane.costmodel.memory import stage_layers_at
 from trilane.costmodel.trace import Trace, trace_file, trace_text
 from trilane.utils.files import replace_text
 from trilane.utils.process import context
 from trilane.utils.validation import print_refusal, require
+from trilane_engine.trace.expected import compare
 
 
 def main(argv: list[str]) -> int:
