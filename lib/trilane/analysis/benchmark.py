@@ -7,8 +7,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from trilane.analysis.measure import Measurement, measure
+from trilane.analysis.steady_state import WARM_UP
 from trilane.config.batch_rampup import Ramp
 from trilane.launch.local import require_startable, run_folder, train_local
+from trilane.utils.validation import require
 
 
 def benchmark(plan: Path, iterations: int = 0) -> Measurement:
@@ -20,6 +22,8 @@ def benchmark(plan: Path, iterations: int = 0) -> Measurement:
     if plan.is_dir():
         return measure(plan)
     read = require_startable(plan)  # before there is a file or a folder
+    count = iterations or read.run.train_iters
+    require(count > WARM_UP, "iterations", count, f"must be above {WARM_UP}, of the warm-up")
     if iterations:
         run = replace(read.run, train_iters=iterations, ramp=Ramp())
         plan = plan.with_name(f"{plan.stem}-benchmark-{iterations}.json")

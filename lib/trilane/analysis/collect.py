@@ -267,10 +267,16 @@ def markdown(table: DataFrame) -> str:
 def parse_text(runs: Sequence[Measurement]) -> str:
     """Each run in a few lines: how it ended, its numbers, the evidence, problems."""
     lines = []
+    counts = Counter(run.log.source for run in runs)
+    seen = Counter[Path]()
     for run in runs:
         log = run.log
         row = run.row()
-        lines.append(f"{log.source}: {log.status} ({log.dialect})")
+        number = ""
+        if counts[log.source] > 1:
+            seen[log.source] += 1
+            number = f" run {seen[log.source]} of {counts[log.source]}"
+        lines.append(f"{log.source}{number}: {log.status} ({log.dialect})")
         cells = {name: cell(name, row[name]) for name in PARSED.split()}
         facts = [f"{name} {text}" for name, text in cells.items() if text]
         details = [", ".join(facts), log.evidence, *log.collectives, *log.notes]

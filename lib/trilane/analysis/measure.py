@@ -176,10 +176,14 @@ def measure(folder: Path | str) -> Measurement:
         measure("outputs/demo/runs/tp1-pp2-dp1").tokens_per_s
 
     Seconds are those of run.log, to 0.1 ms. A plan of another model than the log's is left out.
-    Raises ValueError where the folder holds no plan.
+    A plan that is none is left out, too.
     """
-    plan: Plan | None = read_plan(Path(folder) / "plan.json")
     log = read_run_folder(folder)
+    plan: Plan | None = None
+    try:
+        plan = read_plan(Path(folder) / "plan.json")
+    except ValueError as error:
+        log = replace(log, notes=(*log.notes, f"plan.json beside it is not used: {error}"))
     for name in ("num_layers", "hidden_size", "seq_length"):
         if plan and whole(log, name) not in (0, getattr(plan.shape, name)):
             note = f"plan.json beside it is of another model, by {name}: not used"

@@ -7,7 +7,7 @@ from typing import Any
 
 from trilane.config.options import Rules, check, option
 from trilane.utils.tables import Record
-from trilane.utils.validation import parse_integers, require, require_integer
+from trilane.utils.validation import is_count, parse_integers, require, require_integer
 
 GATED = ("swiglu", "geglu")
 
@@ -212,9 +212,10 @@ def parse_shape(text: str) -> ModelShape:
     """The shape of "layers,hidden,heads,seq,vocab", such as "70,14336,112,2048,250880"; ValueError
     otherwise.
     """
+    rule = "must be five whole numbers above zero, layers,hidden,heads,seq,vocab, or a JSON file"
+    parts = [part.strip() for part in text.split(",")]
+    require(len(parts) == 5 and all(map(is_count, parts)), "shape", text, rule)
     sizes = parse_integers("shape", text)
-    rule = "must be five whole numbers: layers,hidden,heads,seq,vocab"
-    require(len(sizes) == 5, "shape", text, rule)
     L, h, a, seq, V = sizes
     return ModelShape(
         num_layers=L, hidden_size=h, num_attention_heads=a, seq_length=seq, vocab_size=V

@@ -152,6 +152,7 @@ class Topology(Record):
         "ranks that share states out, replicas between them; 0: all",
         0,
         label="shards{}",
+        search=(0,),
     )
 
     def __post_init__(self) -> None:

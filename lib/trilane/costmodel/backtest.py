@@ -240,8 +240,9 @@ def backtest(
         folder = shipped_rows().parent
         sources = [folder / f"{name}.csv" if name in SHIPPED else name for name in names]
     rows, skipped, ignored = read_rows(sources, cluster or None)
-    reason = skipped[0].reason if skipped else "is empty"
-    require(bool(rows), "rows", rows_csv, f"no row can be predicted; the first: {reason}")
+    reasons = [skipped[0].reason if skipped else "is empty", *ignored]
+    rule = f"no row can be predicted; the first: {'; '.join(reasons[:3])}"
+    require(bool(rows), "rows", rows_csv, rule)
     if left_out:
         predictions = leave_one_out(rows, left_out)
     else:

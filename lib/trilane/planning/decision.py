@@ -263,9 +263,12 @@ class Decision(Table):
         else:
             advised = "recommended"
         cases = {"as asked": self.plan, advised: self.chosen, self.origin: self.best}
-        columns = {"": ["plan", *self.asked.facts()]}
+        heads: dict[str, str] = {}  # of each plan, one column
         for head, case in cases.items():
-            columns[head] = [case.name, *case.forecast.facts().values()]
+            heads[case.name] = ", ".join(filter(None, [heads.get(case.name), head]))
+        columns = {"": ["plan", *self.asked.facts()]}
+        for case in cases.values():
+            columns[heads[case.name]] = [case.name, *case.forecast.facts().values()]
         # the plan's label has its topology
         return Columns({head: [cells[0], *cells[2:]] for head, cells in columns.items()})
 

@@ -28,7 +28,7 @@ from trilane.planning.search_result import (
 from trilane.planning.size_request import TILE, SizeRequest, usable_heads
 from trilane.utils.numbers import amount, size_text, with_bounds
 from trilane.utils.tables import DataFrame, Table, Text, as_json, displayed
-from trilane.utils.validation import require, require_known
+from trilane.utils.validation import parse_integers, require, require_known
 from trilane.workspace.study import load_cluster
 
 SHOWN = 12  # shapes in a table
@@ -394,6 +394,7 @@ def hand_on(
     hand_on("target", survey, "local", "1,2,4", proposals, "jz-a100-80g")
     """
     require_known("choose", choose, ("here", "target"))
+    parse_integers("gpus", gpus)
     shape = survey.best.plan.shape
     gbs = survey.best.topology.gbs
     if choose == "target":

@@ -237,6 +237,9 @@ def storage(job: JobCheck) -> Findings:
     folder = job.run.folder
     if job.run.is_completed:
         yield refusal("run folder", f"{folder} holds a completed run", "take a new run folder")
+    if limits.start_iteration and not Path(limits.load).exists():
+        message = f"it goes on from {limits.load}, which is not there"
+        yield refusal("checkpoint", message, "write the chain again")
     # an earlier link of a chain may have no checkpoint yet
     if not limits.load or found_in(Path(limits.load)):
         try:

@@ -40,7 +40,7 @@ def _fan(axes: Axes, found: Forecast) -> None:
     axes.fill_betweenx(tokens, lower, upper, alpha=0.45, label="50 % of them", **look)
     axes.plot(median, tokens, color=COLORS[0], label="median")
     ideal = start + found.work_s / 86400
-    axes.plot(ideal, tokens[-1], "o", color=COLORS[2], label="no interruptions")
+    axes.plot(ideal, tokens[-1], "o", color=COLORS[2], label="no interruptions", clip_on=False)
     axes.set_ylabel("billion tokens")
     locator = AutoDateLocator(minticks=3, maxticks=7)
     axes.xaxis.set_major_locator(locator)
