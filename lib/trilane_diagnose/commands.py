@@ -10,6 +10,7 @@ from trilane.utils.validation import require, require_known
 from trilane.workspace import rank_grid
 from trilane.workspace.heartbeat import read_beats
 from trilane.workspace.phase_times import read_phase_times
+from trilane.workspace.status import known_status
 from trilane_diagnose import bisection, rehearsal
 from trilane_diagnose import capture as stacks
 from trilane_diagnose.hang import diagnose_hang
@@ -61,6 +62,9 @@ def capture(folder: Path) -> Answer:
     """
     folder = folder.resolve()
     plan = read_plan(folder / "plan.json")
+    written = known_status(folder)
+    has_ended = written is not None and not written.status.is_active
+    require(not has_ended, "folder", folder, "its run has ended: no process has a stack any more")
     rule = "no rank has given a sign of life (hang_timeout_s=0, or not started)"
     require(bool(read_beats(folder)), "folder", folder, rule)
     taken = stacks.capture(folder, plan)

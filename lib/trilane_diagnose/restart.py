@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from trilane.utils.numbers import ranges
-from trilane.utils.tables import DataFrame, Table, frame_of, grouped
+from trilane.utils.tables import DataFrame, Table, grouped
 from trilane.utils.validation import DATA, require
 from trilane.workspace.checkpoints import KINDS
 from trilane.workspace.fingerprints import COPY, Mark, default_of, must_decay
@@ -53,14 +53,11 @@ class RestartComparison(Table):
         """A row per finding: its kind, the tensor, where (its ranks), the difference, and its
         relative size.
         """
-        columns = {
-            "finding": "kind",
-            "tensor": "tensor",
-            "where": "where",
-            "difference": "what",
-            "size": "size",
-        }
-        return frame_of(self.findings, columns).astype({"size": float})
+        import pandas as pd
+
+        rows = [(f.kind, f.tensor, f.where, f.what, f.size) for f in self.findings]
+        names = ["finding", "tensor", "where", "difference", "size"]
+        return pd.DataFrame(rows, columns=names).astype({"size": float})
 
     def summary(self) -> str:
         """What was compared, the largest findings of each kind, the notes."""

@@ -113,8 +113,8 @@ def test_each_run_is_printed_with_its_numbers_its_ending_and_its_problems(
     lines = outcome(capsys, "logs", "parse", *sorted(tmp_path.iterdir()))[1].splitlines()
     assert [Path(line).name for line in lines if not line.startswith(" ")] == [
         "fast.log: completed (megatron-2021)",
-        "plain.err: completed (megatron-2021)",
-        "plain.err: completed (megatron-2021)",
+        "plain.err run 1 of 2: completed (megatron-2021)",
+        "plain.err run 2 of 2: completed (megatron-2021)",
         "wrong.log: completed (megatron-2021)",
     ]
     assert (

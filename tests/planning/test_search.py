@@ -51,7 +51,9 @@ def test_search_ranks_what_can_run_and_counts_the_rest_by_rule():
         *[False] * len(found.candidates),
         *[True] * len(found.risky),
     ]
-    assert len({*map(sizes_of, found.best_per_sizes(5).rows)}) == 5
+    asked = {"gpus": 384, "gbs": 2048, "mbs": [1, 2, 4], "calibration": K, **AS_THEN}
+    apart = search(SHAPE, A100, distinct=True, **asked)
+    assert len({*map(sizes_of, apart.best(5))}) == 5 and apart.best() == found[0]
 
 
 def test_plain_loops_see_as_many_topologies_and_refuse_each_by_the_first_rule_that_it_breaks():

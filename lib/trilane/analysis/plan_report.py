@@ -7,6 +7,7 @@ from trilane.analysis.measure import mfu, rates
 from trilane.analysis.run_config import config_of
 from trilane.config.plan import Plan
 from trilane.costmodel.calibration import Calibration
+from trilane.costmodel.predict import predict
 from trilane.costmodel.trace import Trace
 from trilane.planning.explain import explain
 from trilane.utils.tables import as_json
@@ -21,7 +22,7 @@ def plan_report(
     as text; the JSON has what was traced.
     """
     why = explain(plan, calibration)
-    p = why.prediction
+    p = predict(plan, calibration)
     shape = plan.shape
     config = config_of(plan)
     used = mfu(config, p.sec_per_it)
@@ -31,7 +32,7 @@ def plan_report(
         **plan.to_json(),
         **p.beside(),
         "parameters": shape.parameters,
-        "why": why.to_json(),
+        "why": why,
         "tflops": tflops,
         "mfu": as_json(used),
         "traced": trace.to_json() if trace else None,
@@ -45,10 +46,10 @@ def plan_report(
     if plan.layer:
         rule = "seconds, memory and rate are those of megatron-core's layer"
         lines.append(f"layer     {plan.layer}; {rule}")
-    for reason in why.sentences:
-        lines.append(f"- {reason}")
-    for name, share in why.shares.items():
-        lines.append(f"  {name:16} {share * p.sec_per_it:9.3f} s {share:4.0%}")
+    lines += [f"- {reason}" for reason in why]
+    for name, seconds in sorted(vars(p.time).items(), key=lambda part: -part[1]):
+        share = seconds / p.sec_per_it
+        lines.append(f"  {name.replace('_', ' '):16} {seconds:9.3f} s {share:4.0%}")
     words = [f"{value:.4g} TFLOPs {name}" for name, value in tflops.items()]
     lines.append(f"rate      {', '.join(words)}, MFU {used:.1%}")
     if p.host_memory_bytes:

@@ -128,7 +128,7 @@ def best(
 def show(
     plan: Path | None = option(None, argument="[PLAN]"),
     shape: str = option("", f"without PLAN: {SHAPE}"),
-    cluster: str = option("", f"without PLAN: {CLUSTER}"),
+    cluster: str = option("", f"{CLUSTER}; of a PLAN: predict it there"),
     seq: int = SEQUENCE,
     engine: str = option("", f"what trains it; default: {ENGINES[0]}", choices=ENGINES),
     calibration: str = CALIBRATION,
@@ -141,10 +141,13 @@ def show(
     else differs from the defaults of cluster and engine.
     """
     given = {"shape": shape, "cluster": cluster, "seq": seq, "engine": engine}
-    require_either(plan, {**given, **choices}, ("shape", "cluster", "gbs"))
+    needed = ("shape", "cluster", "gbs")
+    require_either(plan, {**given, **choices, "cluster": "" if plan else cluster}, needed)
     if plan:
         read = read_plan(plan)
         trace = trace_of(read, plan)
+        if cluster:
+            read = read.replace(cluster=load_cluster(cluster), calibration=None)
     else:
         model = read_shape(shape, seq_length=seq)
         read = plan_of(model, load_cluster(cluster), engine or ENGINES[0], choices)
@@ -216,7 +219,7 @@ def decide(
         known = given.get("calibration", "")
         sizes = {"gpus": gpus, "gbs": gbs, "engine": engine, "calibration": known, "top": 1}
         found = search_plans(read_shape(shape, seq_length=seq), cluster, distinct=True, **sizes)
-        chosen = found.best(1).rows[0].plan
+        chosen = found.best().plan
     asked = forecast(chosen, **given)
     for case in cases:
         asked_case(asked, case)

@@ -155,6 +155,17 @@ def cluster(name_or_path: str) -> Cluster:
     return from_mapping(Cluster, read_json(path, "cluster"), "cluster")
 
 
+def clusters() -> Columns:
+    """Every cluster of the catalogue: its card and sizes."""
+    rows = []
+    for name in catalogue():
+        c = cluster(name)
+        gib = c.gpu.memory_bytes / 2**30
+        rows.append((name, c.gpu.name, round(gib, 1), c.gpus_per_node, c.max_nodes, c.max_gpus))
+    names = ("cluster", "gpu", "memory_gib", "gpus_per_node", "max_nodes", "max_gpus")
+    return Columns.of_rows(names, rows)
+
+
 def card_words(name: str) -> set[str]:
     """What a card's name says: "NVIDIA A100-SXM4-80GB" and "A100-80GB" are one card, "A100" may be
     either size.

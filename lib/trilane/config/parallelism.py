@@ -4,6 +4,7 @@ the cluster.
 
 from dataclasses import dataclass, fields
 from itertools import chain
+from operator import attrgetter
 from typing import Any
 
 from trilane.config.cluster import PRECISIONS, Cluster
@@ -227,6 +228,18 @@ def invalid_reason(
     of_cluster = cluster_rules(topology, cluster) if cluster else ()
     rules = chain(size_rules(topology, shape), shape_rules(topology, shape), of_cluster)
     return first_broken(rules, topology)
+
+
+class HasTopology:
+    """What has a topology has its sizes."""
+
+    tp = property(attrgetter("topology.tp"))
+    pp = property(attrgetter("topology.pp"))
+    dp = property(attrgetter("topology.dp"))
+    mbs = property(attrgetter("topology.mbs"))
+    gbs = property(attrgetter("topology.gbs"))
+    zero = property(attrgetter("topology.zero"))
+    gpus = property(attrgetter("topology.gpus"))
 
 
 def size_rules(t: Any, shape: ModelShape) -> Rules:

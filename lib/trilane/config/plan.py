@@ -4,21 +4,35 @@ input.
 
 import hashlib
 import json
+import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
 from trilane.config.batch_rampup import Batch
-from trilane.config.cluster import Cluster
-from trilane.config.engines import ENGINES, drops_hidden, sums_in_fp32, unsupported_reason
+from trilane.config.cluster import Cluster, cluster
+from trilane.config.engines import (
+    ENGINES,
+    drops_hidden,
+    label_of,
+    sums_in_fp32,
+    unsupported_reason,
+)
 from trilane.config.layer import Layer, read_layer
 from trilane.config.model import ModelShape
 from trilane.config.options import Rules, changed, check, option
-from trilane.config.parallelism import Topology, invalid_reason
+from trilane.config.parallelism import HasTopology, Topology, invalid_reason
 from trilane.config.training import Data, Dropout, Optimizer, Run, inside
-from trilane.utils.tables import Record
-from trilane.utils.validation import from_mapping, read_json, require, require_label, to_mapping
+from trilane.utils.tables import DataFrame, Record
+from trilane.utils.validation import (
+    from_mapping,
+    read_json,
+    require,
+    require_known,
+    require_label,
+    to_mapping,
+)
 
 # What results write next to the fields of a plan: derived from it, so never read back.
 DERIVED = (
@@ -39,7 +53,7 @@ MOST_SAMPLES = 1 << 34
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan(Record):
+class Plan(Record, HasTopology):
     """Everything that one training run needs; if it exists, a program can run it. ValueError
     otherwise.
 
@@ -151,6 +165,46 @@ class Plan(Record):
                 if not inside(skipped, number):
                     first = phase.first + turn * phase.gbs
                     yield Batch(number=number, first=first, gbs=phase.gbs)
+
+    def replace(self, **changes: Any) -> "Plan":
+        """The plan with other fields of its own or of its topology; `cluster` may be a name. With
+        another tp, pp or cp the GPUs stay, and dp follows unless it is given.
+
+            plan.replace(tp=8, cluster="jz-h100")
+        """
+        own = [f.name for f in fields(self)]
+        sizes = vars(self.topology)
+        for name in changes:
+            require_known("plan", name, [*own, *sizes])
+        if isinstance(changes.get("cluster"), str):
+            changes |= {"cluster": cluster(changes["cluster"]), "calibration": None}
+        of_plan = {name: value for name, value in changes.items() if name in own}
+        of_topology = {name: value for name, value in changes.items() if name in sizes}
+        if of_topology.keys() & {"tp", "pp", "cp"} and "dp" not in of_topology:
+            ranks = math.prod({**sizes, **of_topology}[name] for name in ("tp", "pp", "cp"))
+            rule = f"tp x pp x cp must divide the {self.gpus} GPUs; or give dp, too"
+            require(self.gpus % ranks == 0, "plan", ranks, rule)
+            of_topology["dp"] = self.gpus // ranks
+        topology = of_plan.pop("topology", self.topology)
+        plan = replace(self, topology=replace(topology, **of_topology), **of_plan)
+        if plan.id != self.id and "label" not in changes:
+            label = label_of(plan.shape, plan.cluster, plan.topology, plan.engine)
+            return replace(plan, label=label)
+        return plan
+
+    def save(self, path: Path | str) -> Path:
+        """Write the plan as a new file of JSON."""
+        with Path(path).open("x", encoding="utf-8") as file:
+            json.dump(self.to_json(), file, indent=1)
+        return Path(path)
+
+    def to_frame(self) -> DataFrame:
+        """A row: its label, engine, cluster, topology and model."""
+        import pandas as pd
+
+        names = {"id": self.id, "label": self.label, "engine": self.engine}
+        names["cluster"] = self.cluster.name
+        return pd.DataFrame([{**names, **vars(self.topology), **vars(self.shape)}])
 
     def to_json(self) -> dict[str, Any]:
         """The plan as the JSON object of plan.json."""

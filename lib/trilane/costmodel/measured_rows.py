@@ -130,8 +130,13 @@ def ignored_columns(source: Source) -> list[str]:
     unknown = dict[str, None]()  # each once
     for columns, _ in _tables(source):
         unknown |= dict.fromkeys(column for column in columns if column not in known)
-    rule = "is not known and not read"
-    return [f"column={column}: {with_nearest(rule, column, known)}" for column in unknown]
+    lines = []
+    for column in unknown:
+        rule = with_nearest("is not known and not read", column, known)
+        if column.lower() in words["foreign"]:
+            rule = f"is not read; call it {words['foreign'][column.lower()]}"
+        lines.append(f"column={column}: {rule}")
+    return lines
 
 
 def _tables(source: Source) -> list[tuple[list[str], list[tuple[str, list[str]]]]]:

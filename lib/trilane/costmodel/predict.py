@@ -5,6 +5,7 @@ uncertainty; and the measured rows that it rests on.
 import functools
 import math
 import warnings
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -266,6 +267,18 @@ class Prediction(Record):
             numbers[f"{part}_s"] = seconds
         return numbers
 
+    def to_frame(self) -> DataFrame:
+        """A row: `numbers`."""
+        import pandas as pd
+
+        return pd.DataFrame([self.numbers])
+
+    def plot(self) -> Any:
+        """Seconds by part, by pandas."""
+        import pandas as pd
+
+        return pd.Series(vars(self.time)).plot.barh(xlabel="seconds an iteration")
+
     @property
     def is_risky(self) -> bool:
         """Whether it runs out of memory with a probability above SAFE."""
@@ -285,7 +298,7 @@ class Prediction(Record):
 
 
 def predict(
-    plan: Plan | Configuration | Path | str | DataFrame,
+    plan: Plan | Configuration | Path | str | DataFrame | Mapping[str, Any] | list[Plan],
     cluster: Cluster | str | Calibration | None = None,
     calibration: Calibration | str | None = None,
 ) -> Any:
@@ -302,7 +315,8 @@ def predict(
 
     Of each row of a DataFrame, in the columns of measured_rows.read_rows(): the frame with
     predicted_sec_per_it and its 90 % interval predicted_sec_lo and predicted_sec_hi,
-    predicted_memory_gib, oom_probability, and the `reason` why a row cannot run, "" where it can.
+    predicted_memory_gib, oom_probability, and the `reason` why a row cannot run, "" where it can. A
+    dictionary is such a row; of a list of plans a frame with a row of numbers for each.
     """
     machine = None
     if isinstance(cluster, Calibration):
@@ -321,6 +335,15 @@ def predict(
             dropout=plan.dropout,
         )
         return predict_case(case, known)
+    if isinstance(plan, list):
+        import pandas as pd
+
+        each = [{"label": p.label, **predict(p, cluster, calibration).numbers} for p in plan]
+        return pd.DataFrame(each)
+    if isinstance(plan, Mapping):
+        import pandas as pd
+
+        plan = pd.DataFrame([plan])
     for line in ignored_columns(plan):
         warnings.warn(f"predict: ignored {line}", stacklevel=2)
     rows = [_row_numbers(row, calibration) for row in each_row(plan, machine)]

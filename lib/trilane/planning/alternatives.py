@@ -1,7 +1,7 @@
 """What else could run than a forecast's plan, and what if: each case by its own simulated runs."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from datetime import timedelta
 from itertools import islice
@@ -102,9 +102,9 @@ def alternatives(base: Forecast) -> Cases:
     return Cases(kinds={"plan": (plan,), "topology": tuple(islice(searched(base), 4))})
 
 
-def what_ifs(base: Forecast) -> Cases:
-    """The plan under other circumstances; on two thirds of the GPUs the best topology of a search,
-    in whole nodes. What cannot run is left out.
+def what_ifs(base: Forecast, asked: Sequence[str] = ()) -> Cases:
+    """The plan under other circumstances, first those that were `asked` for (asked_case); on two
+    thirds of the GPUs, in whole nodes, the best topology of a search. What cannot run is left out.
 
     what_ifs(forecast("plan.json", tokens=341e9)).to_frame()[["case", "days_p50", "gpu_hours_p50"]]
     """
@@ -115,24 +115,18 @@ def what_ifs(base: Forecast) -> Cases:
     )
     more_stops = {"risks": replace(r.risks, stops=stops), "failures_per_node_year": None}
     slower = replace(r.risks, slowdown=1.1 * r.risks.slowdown)
-    later = r.start + timedelta(days=30)
-    tries: dict[str, Json] = {
-        "tokens × 1.3": {"tokens": 1.3 * r.tokens},
-        "failures × 2": more_stops,
-        "the plan 10 % slower": {"risks": slower},
-        f"start a month later, {later}": {"start": later},
-    }
-    most = int(0.67 * r.plan.topology.gpus)
+    gpus = int(0.67 * base.work.gpus)
     node = r.plan.cluster.gpus_per_node
-    cases = list[Case]()
-    # in whole nodes, of which up to three fewer may divide better
-    counts = [gpus for gpus in range(most, 0, -1) if most <= node or gpus % node == 0]
-    if counts:
-        cases += islice(searched(base, "GPUs × 0.67", gpus=counts[:4]), 1)
-    for name, changes in tries.items():
+    if gpus > node:
+        gpus -= gpus % node
+    cases = [asked_case(base, text) for text in asked]
+    for text in (f"gpus={gpus}", "tokens=+30%", f"start={r.start + timedelta(days=30)}"):
         with contextlib.suppress(ValueError):
-            cases.append(simulated(name, r, **changes))
-    return Cases(kinds={"what if": tuple(cases)})
+            cases.append(asked_case(base, text))
+    with contextlib.suppress(ValueError):
+        cases.append(simulated("failures × 2", r, **more_stops))
+        cases.append(simulated("the plan 10 % slower", r, risks=slower))
+    return Cases(kinds={"what if": tuple({case.name: case for case in cases}.values())})
 
 
 def asked_case(base: Forecast, text: str) -> Case:

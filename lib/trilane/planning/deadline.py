@@ -212,14 +212,8 @@ def best_within(
     for request in requests:
         largest = _largest(request, days)
         if largest:
-            shape = largest.shape
-            usual = request.layer(shape.hidden_size) or shape
-            # the fastest heads of a width may be 15, which no tp divides
-            shared = replace(shape, num_attention_heads=usual.num_attention_heads)
-            for one in (shared, shape):
-                plans = [p for p in _on(one, request, 3) if p.costs["days_p90"] <= days]
-                if plans:
-                    break
+            plans = _on(largest.shape, request, 3)
+            plans = [p for p in plans if p.costs["days_p90"] <= days]
             rows += plans or [largest]
         else:
             reasons[request.cluster.name] = _why_none(request)

@@ -14,14 +14,13 @@ from trilane.planning.alternatives import (
     Case,
     Cases,
     alternatives,
-    asked_case,
     levers,
     simulated,
     what_ifs,
 )
 from trilane.planning.search_result import TIE
 from trilane.utils.numbers import amount, chance, with_bounds
-from trilane.utils.tables import Columns, DataFrame, Table, Text, as_json, displayed
+from trilane.utils.tables import Columns, DataFrame, Lines, Table, Text, as_json, displayed
 from trilane.utils.validation import from_mapping, require, shipped_json
 from trilane.workspace.study import Study
 
@@ -72,13 +71,6 @@ def calendar_record(found: Forecast, source: Json) -> Json:
     return {**found.record, **request, "source": source}
 
 
-class Lines(tuple[str, ...]):
-    """Sentences that a notebook shows as a list."""
-
-    def _repr_markdown_(self) -> str:
-        return Text.joined("\n", [Text.of("- {}", line) for line in self])
-
-
 @dataclass(frozen=True, kw_only=True)
 class Decision(Table):
     """The page for whoever decides on a forecast: Decision(asked=forecast(plan, tokens=341e9)).
@@ -105,8 +97,7 @@ class Decision(Table):
 
     @cached_property
     def what_ifs(self) -> Cases:
-        asked = [asked_case(self.forecast, text) for text in self.ifs]
-        return Cases(kinds={"what if": (*asked, *what_ifs(self.forecast).kinds["what if"])})
+        return what_ifs(self.forecast, self.ifs)
 
     @property
     def plan(self) -> Case:

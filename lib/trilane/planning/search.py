@@ -23,8 +23,9 @@ from trilane.costmodel.iteration import iteration_columns
 from trilane.costmodel.memory import memory_bytes, memory_for, oom_probability
 from trilane.costmodel.predict import IMPOSSIBLE, SAFE, predict
 from trilane.costmodel.shipped import calibration_for
-from trilane.planning.search_result import Candidate, SearchResult, first_per_sizes
+from trilane.planning.search_result import Candidate, SearchResult, first_per_sizes, sizes_of
 from trilane.planning.space import (
+    ANY,
     SIZES,
     Block,
     ParallelSizes,
@@ -217,7 +218,7 @@ class _Search:
             self.predict(together)
         return SearchResult(
             space=self.space,
-            candidates=tuple(self.candidates(self.safe)),
+            rows=tuple(self.candidates(self.safe)),
             risky=tuple(self.candidates(self.risky)),
             runnable=self.runnable,
             refused_by_rule={rule: count for rule, count in self.refused.most_common() if count},
@@ -294,7 +295,7 @@ def search(
     **choices: Any,
 ) -> SearchResult:
     """Every topology of `gpus` GPUs (one or more counts) and `gbs` sequences an iteration that the
-    engine can train.
+    engine, or "any", can train.
 
     `choices` pins what the search would vary, by Topology's names, each to one value or several, or
     sets what it holds fixed (precision, attention, fp32_gradients, ...).
@@ -306,5 +307,37 @@ def search(
     shape = read_shape(shape)
     cluster = load_cluster(cluster)
     known = calibration_for(cluster, calibration or "")
+    if engine == ANY:
+        asked: dict[str, Any] = {"gpus": gpus, "gbs": gbs, "calibration": known, **choices}
+        asked |= {"top": top, "distinct": distinct}
+        results = [search(shape, cluster, engine=one, **asked) for one in ENGINES]
+        return _merged(results, top, distinct)
     space = space_for(shape, cluster, gpus=gpus, gbs=gbs, engine=engine, **choices)
     return search_space(shape, cluster, space, known, top, distinct)
+
+
+def _merged(results: Sequence[SearchResult], top: int, distinct: bool) -> SearchResult:
+    """The result of all engines from those of each."""
+
+    def ranked(parts: Iterable[Sequence[Candidate]]) -> tuple[Candidate, ...]:
+        rows = sorted(chain(*parts), key=lambda c: c.prediction.sec_per_it)
+        return tuple((first_per_sizes(rows, sizes_of) if distinct else rows)[:top])
+
+    def front() -> list[Candidate]:
+        plans = [*chain(*[result.pareto for result in results])]
+        seconds = np.array([c.prediction.sec_per_it for c in plans])
+        memory = np.array([c.prediction.memory_bytes for c in plans])
+        return [plans[i] for i in front_of(seconds, memory)]
+
+    refused = Counter[str]()
+    for result in results:
+        refused.update(result.refused_by_rule)
+    return SearchResult(
+        space=dataclasses.replace(results[0].space, engine=ANY),
+        rows=ranked([result.rows for result in results]),
+        risky=ranked([result.risky for result in results]),
+        runnable=sum(result.runnable for result in results),
+        refused_by_rule=dict(refused.most_common()),
+        front=front,
+        find_cure=results[0].find_cure,
+    )

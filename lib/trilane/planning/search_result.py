@@ -2,19 +2,19 @@
 refused.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from trilane.config.parallelism import Topology
+from trilane.config.parallelism import HasTopology, Topology
 from trilane.config.plan import Plan
 from trilane.costmodel.predict import SAFE, Prediction
 from trilane.planning.space import ParallelSizes, Space
 from trilane.utils import tables
 from trilane.utils.numbers import chance, with_bounds
 from trilane.utils.tables import DataFrame, Record, T, Table, Text
-from trilane.utils.validation import require
+from trilane.utils.validation import require, require_known
 
 # Of 52 pairs of measured A100 rows of one table, model and batch whose left-out predictions differ
 # by less than 3 %, 14 are predicted in the wrong order (27 %); of 63 that differ by 3 to 10 % 5, of
@@ -23,7 +23,7 @@ TIE = 0.03
 
 
 @dataclass(frozen=True, kw_only=True)
-class Candidate(Record):
+class Candidate(Record, HasTopology):
     """A plan of a search and its prediction."""
 
     plan: Plan
@@ -91,6 +91,38 @@ class Candidates(Table):
         frame.insert(0, "rank", ranks([c.prediction.sec_per_it for c in self.rows]))
         return frame
 
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: Any) -> Any:
+        """A plan with its prediction, of a slice the plans."""
+        if isinstance(index, slice):
+            return Candidates(rows=self.rows[index])
+        return self.rows[index]
+
+    def __iter__(self) -> Iterator[Candidate]:
+        return iter(self.rows)
+
+    def filter(self, query: str = "", **values: Any) -> "Candidates":
+        """The plans of which a query of the frame's columns holds, or that have these values.
+
+        found.filter("memory_gib < 40", tp=4)
+        """
+        frame = self.to_frame()
+        kept = frame.query(query) if query else frame
+        for name, value in values.items():
+            require_known("filter", name, [*frame])
+            kept = kept[kept[name] == value]
+        return Candidates(rows=tuple(self.rows[row] for row in kept.index))
+
+    def head(self, count: int = 5) -> "Candidates":
+        """The first plans."""
+        return Candidates(rows=self.rows[:count])
+
+    def plot(self) -> Any:
+        """Seconds over memory, by pandas."""
+        return self.to_frame().plot.scatter(x="memory_gib", y="sec_per_it")
+
 
 def ranks(seconds: Sequence[float]) -> list[int]:
     """The ranks of plans, fastest first: equal for those that the first of them beats by less than
@@ -119,23 +151,26 @@ def first_per_sizes(rows: Iterable[T], sizes: Callable[[T], ParallelSizes]) -> l
 
 
 @dataclass(frozen=True, kw_only=True)
-class SearchResult(Table):
-    """The best candidates, best first; all refused topologies counted by rule.
+class SearchResult(Candidates):
+    """The best plans, best first; all refused topologies counted by rule.
 
-    candidates   run out of memory with SAFE probability at most; `risky` ones more often:
+    rows         run out of memory with SAFE probability at most; `risky` ones more often:
                  listed apart, best first too
     front        makes `pareto`, each of whose plans takes a full prediction
     find_cure    looks for GPUs and a batch on which a topology runs, as options
     """
 
-    shown = Candidates.shown
     space: Space
-    candidates: tuple[Candidate, ...]
     risky: tuple[Candidate, ...]
     runnable: int
     refused_by_rule: dict[str, int]
     front: Callable[[], list[Candidate]] = field(repr=False, compare=False)
     find_cure: Callable[[], str] = field(repr=False, compare=False)
+
+    @property
+    def candidates(self) -> tuple[Candidate, ...]:
+        """The rows."""
+        return self.rows
 
     @cached_property
     def pareto(self) -> tuple[Candidate, ...]:
@@ -154,22 +189,13 @@ class SearchResult(Table):
         """What would let some topology run without risk; of a search without candidates."""
         return f"what would run: {self.find_cure() or 'a smaller model, or a larger card'}"
 
-    def best_per_sizes(self, count: int, risky: bool = False) -> Candidates:
-        """The `count` best candidates that differ in tp, pp or dp, or the `risky` ones."""
-        rows = first_per_sizes(self.risky if risky else self.candidates, sizes_of)
-        return Candidates(rows=tuple(rows[:count]))
-
-    def best(self, count: int) -> Candidates:
-        """As best_per_sizes(); ValueError where no plan is safe to start."""
-        if not self.candidates:
+    def best(self, count: int = 0) -> Any:
+        """The best plan, or a table of the `count` best; ValueError where none is safe to start."""
+        if not self.rows:
             rule = next(iter(self.refused_by_rule), "no dp and microbatch divide the batch")
             rule = f"no topology can run; {rule}; {self.cure}"
             require(False, "gpus", ",".join(map(str, self.space.gpus)), rule)
-        return self.best_per_sizes(count)
-
-    def to_frame(self) -> DataFrame:
-        """The candidates, best first, in the columns of Candidates.to_frame()."""
-        return Candidates(rows=self.candidates).to_frame()
+        return self.head(count) if count else self.rows[0]
 
     def refusals(self) -> tables.Columns:
         """How many topologies each rule refuses."""
@@ -215,22 +241,17 @@ class SearchResult(Table):
             lines += [c.summary() for c in self.risky]
         return "\n".join(lines)
 
-    def to_json(self, keep: int = 0) -> dict[str, Any]:
-        """All plans as JSON, those that may run out of memory apart, and how many are refused; of
-        `keep` plans, which 02_topology hands on, those that differ in tp, pp or dp.
+    def to_json(self, keep: int | None = None) -> dict[str, Any]:
+        """The plans as JSON, at most `keep`, those that may run out of memory apart, and how many
+        are refused.
         """
-        plans = self.candidates
-        risky = self.risky
-        if keep:
-            plans = self.best_per_sizes(keep).rows
-            risky = self.best_per_sizes(keep, risky=True).rows
         values: dict[str, Any] = {
             "evaluated": self.evaluated,
             "refused": self.refused_by_rule,
             "held_fixed": self.space.held_fixed,
-            "plans": [c.to_json() for c in plans],
-            "risky": [c.to_json() for c in risky],
+            "plans": [c.to_json() for c in self.rows[:keep]],
+            "risky": [c.to_json() for c in self.risky[:keep]],
         }
-        if not plans:
+        if not self.rows:
             values["cure"] = self.cure
         return values

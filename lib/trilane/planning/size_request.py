@@ -14,10 +14,10 @@ from trilane.config.options import check, option
 from trilane.config.parallelism import LARGEST
 from trilane.costmodel.shipped import calibration_for
 from trilane.forecasting.failures import FailureModel
+from trilane.planning.space import ANY
 from trilane.utils.tables import Record
 from trilane.utils.validation import parse_count, require, require_positive
 
-ANY = "any"  # engine
 # NVIDIA, 'Matrix multiplication background', tile quantization; the prequel: nhidden % 128 = 0
 TILE = 128
 MOST = 1e14  # parameters: a hundred times what has been trained
@@ -105,8 +105,6 @@ class SizeRequest(Record):
                 object.__setattr__(self, "tokens", parse_count("tokens", self.tokens))
         else:
             require_positive("tokens", self.tokens)
-        most = self.cluster.max_gpus
-        require(self.gpus <= most, "gpus", self.gpus, f"{self.cluster.name} has {most}")
         self.cluster.require_spares(self.spare_nodes, self.gpus)
         iteration = self.gbs * self.seq_length
         rule = f"one iteration takes gbs x seq_length = {iteration}"

@@ -21,9 +21,7 @@ from trilane.planning.search import search
 from trilane.planning.search_result import (
     Candidate,
     Candidates,
-    first_per_sizes,
     plan_columns,
-    sizes_of,
 )
 from trilane.planning.size_request import TILE, SizeRequest, usable_heads
 from trilane.utils.numbers import amount, size_text, with_bounds
@@ -233,25 +231,18 @@ def fastest(
 
     Where none is safe, those that may run out of memory.
     """
-    refused = Counter[str]()
-    candidates = list[Candidate]()
-    for engine in request.engines:
-        result = search(
-            shape,
-            request.cluster,
-            gpus=request.gpus,
-            gbs=request.gbs,
-            engine=engine,
-            calibration=request.calibration,
-            top=top,
-            distinct=True,
-            **request.choices,
-        )
-        refused.update(result.refused_by_rule)
-        candidates += result.candidates or result.risky
-    candidates.sort(key=lambda c: (c.prediction.is_risky, c.prediction.sec_per_it))
-    safe = [c for c in candidates if not c.prediction.is_risky]
-    return first_per_sizes(safe or candidates, sizes_of)[:top], refused
+    result = search(
+        shape,
+        request.cluster,
+        gpus=request.gpus,
+        gbs=request.gbs,
+        engine=request.engine,
+        calibration=request.calibration,
+        top=top,
+        distinct=True,
+        **request.choices,
+    )
+    return [*(result.rows or result.risky)], Counter(result.refused_by_rule)
 
 
 def _proposal(plan: Plan, request: SizeRequest) -> Proposal:

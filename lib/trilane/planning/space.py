@@ -25,6 +25,7 @@ ParallelSizes = tuple[int, int, int]  # tp, pp, dp
 Point = dict[str, Any]  # what a topology is apart from its parallel sizes and batch sizes
 VARIED = {f.name: tuple(f.metadata["search"]) for f in fields(Topology) if "search" in f.metadata}
 SIZES = ("tp", "pp", "dp")
+ANY = "any"  # engine
 FREE = (*SIZES, "mbs", *VARIED)
 OVERLAPS = ("overlap_grad_reduce", "overlap_param_gather")
 # which of them each engine has
@@ -60,7 +61,7 @@ class Space(Record):
     engine: str = ENGINES[0]
 
     def __post_init__(self) -> None:
-        require_known("engine", self.engine, ENGINES)
+        require_known("engine", self.engine, (*ENGINES, ANY))
         for name, values in {"gpus": self.gpus, "gbs": self.gbs, **self.pins}.items():
             require(len(values) > 0, name, "()", "needs at least one value")
             for value in values:

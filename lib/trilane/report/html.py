@@ -32,7 +32,7 @@ POLICY += "base-uri 'none'; form-action 'none'"
 KINDS = ("text/html", "text/markdown", "image/png", "text/plain")  # of an output, that a page shows
 # of an output's HTML
 TAGS = {"a", "b", "br", "code", "details", "div", "em", "i", "img", "mark", "p", "pre", "span"}
-TAGS |= {"strong", "summary", "table", "tbody", "td", "th", "thead", "tr"}
+TAGS |= {"strong", "summary", "table", "tbody", "td", "th", "thead", "tr", "wbr"}
 ATTRIBUTES = {
     "*": {"class", "style", "width", "colspan", "rowspan", "border"},
     "a": {"href"},

@@ -8,7 +8,7 @@ import pandas as pd
 from trilane.report.html import DATA, POLICY, read_notebook, state, title
 from trilane.utils.files import replace_text
 from trilane.utils.folder_lock import FolderLock
-from trilane.utils.tables import Html, short, show
+from trilane.utils.tables import Html, Text, short, show
 from trilane.workspace.installation import stamp
 from trilane.workspace.status import known_status
 from trilane.workspace.study import Study
@@ -32,7 +32,9 @@ def write_index(study: Study) -> Path:
             Html.of("<h1>{}</h1>\n<h2>Notebooks</h2>", heading),
             show(
                 pd.DataFrame(
-                    notebooks, columns=["Question", "Status", "Executed copy"], dtype=object
+                    notebooks,
+                    columns=["Question", "Answer", "Status", "Executed", "Copy"],
+                    dtype=object,
                 )
             ),
             Html("<h2>Runs</h2>"),
@@ -46,18 +48,25 @@ def write_index(study: Study) -> Path:
 
 
 def _notebook_row(path: Path) -> list[object]:
-    """Question, status and executed copy of a notebook."""
+    """Question, answer (its first sentence), status, day and executed copy of a notebook."""
     heading = path.stem
     status = "damaged"
+    answer = ""
+    day = ""
     try:
         notebook = read_notebook(path)
         status = state(notebook)
         heading = title(notebook)
-    except (ValueError, TypeError, AttributeError):
+        day = str(notebook.metadata.get("papermill", {}).get("end_time") or "")[:10]
+        outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
+        texts = [output["data"].get("text/markdown") for output in outputs if "data" in output]
+        answer = Text(next(filter(None, texts), "")).plain
+    except (ValueError, TypeError, AttributeError, LookupError):
         pass
     report = path.with_suffix(".html")
     question = Html.link(heading, report.name) if report.exists() else heading
-    return [question, _status(status), Html.link(path.name, path.name)]
+    copy = Html.link(path.name, path.name)
+    return [question, short(answer, 400), _status(status), day, copy]
 
 
 def _run_row(folder: Path) -> list[object]:

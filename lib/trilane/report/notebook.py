@@ -2,6 +2,7 @@
 
 import ast
 import contextlib
+import functools
 import os
 import sys
 import tempfile
@@ -64,13 +65,22 @@ def typed(field: str, given: object, kind: str) -> Any:
     return value
 
 
+@functools.cache
+def _declared(name: str) -> dict[str, Any]:
+    """The parameters of a notebook."""
+    return papermill.inspect_notebook(path_of(name))
+
+
 def distribute(chosen: Sequence[str], given: Mapping[str, object]) -> dict[str, dict[str, Any]]:
     """The typed parameters of each notebook in `chosen`; ValueError for a name that none of them
     has.
     """
-    declared = {name: papermill.inspect_notebook(path_of(name)) for name in chosen}
+    declared = {name: _declared(name) for name in chosen}
     known = set[str]().union(*declared.values())
     for field in given:
+        others = [name for name in notebook_names() if field in _declared(name)]
+        if field not in known and others:
+            raise ValueError(f"parameter={field}: is one of {', '.join(others)}")
         require_known("parameter", field, sorted(known))
     values: dict[str, dict[str, Any]] = {name: {} for name in chosen}
     for name, fields in declared.items():
@@ -170,6 +180,8 @@ def open_lab(study: Study, given: Mapping[str, Mapping[str, Any]]) -> NoReturn:
         print(copy_into(study, name, values))
     words = python("-m", "jupyterlab", f"--notebook-dir={study.folder / 'lab'}")
     words.append(f"--LabApp.default_url=/lab/tree/{next(iter(given))}.ipynb")
+    if os.geteuid() == 0:  # in a container; it listens on this machine alone
+        words.append("--allow-root")
     # it asks at the terminal whether Ctrl-C shall end it
     replace_by(words, {"TRILANE_OUTPUTS": str(study.folder.parent.absolute())})
 

@@ -8,7 +8,7 @@ import re
 import string
 import urllib.parse
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import MISSING, dataclass, fields, is_dataclass
+from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
 from datetime import date
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar
@@ -52,14 +52,6 @@ def as_json(value: Any) -> Any:
     return [as_json(item) for item in value]
 
 
-def frame_of(values: Iterable[Any], columns: Mapping[str, str]) -> DataFrame:
-    """A DataFrame with a row for each value: frame_of(runs, {"run": "name"})."""
-    import pandas as pd
-
-    rows = [[getattr(value, name) for name in columns.values()] for value in values]
-    return pd.DataFrame(rows, columns=[*columns])
-
-
 def csv_text(table: DataFrame) -> str:
     """A DataFrame as CSV; text that a spreadsheet would run as a formula gets an apostrophe in
     front of it.
@@ -97,6 +89,10 @@ class Record:
         """The JSON object of as_json()."""
         return as_json(self)
 
+    def replace(self, **changes: Any) -> Any:
+        """The value with other fields."""
+        return replace(self, **changes)  # type: ignore[type-var]
+
     def summary(self) -> str:
         """What tells it from others; of a dataclass the fields that are not at their default."""
         words = []
@@ -110,7 +106,7 @@ class Record:
         kind = type(self).__name__
         summary = self.summary()
         if isinstance(summary, Text):  # without its Markdown
-            summary = html.unescape(re.sub(r"\*\*|`|\\(?=[\W_])", "", summary))
+            summary = summary.plain
         text = one_line(summary)
         most = REPR_CHARACTERS - len(kind) - 3  # of parentheses and an ellipsis
         if len(text) > most:
@@ -238,6 +234,13 @@ class Text(Markup):
         return html.unescape(re.sub(r"\\(.)", r"\1", unmarked))
 
 
+class Lines(tuple[str, ...]):
+    """Sentences that a notebook shows as a list."""
+
+    def _repr_markdown_(self) -> str:
+        return Text.joined("\n", [Text.of("- {}", line) for line in self])
+
+
 class Html(Markup):
     """HTML that a notebook shows: `Html.of("<b>{}</b>", name)`."""
 
@@ -289,7 +292,8 @@ def show(columns: Any) -> Html:
     import pandas as pd
 
     texts = pd.DataFrame(columns).map(_cell, na_action="ignore")
-    texts.columns = [Html.escape(name) for name in texts]
+    # a head may break behind an underscore, never inside a word
+    texts.columns = [Html.escape(name).replace("_", "_<wbr>") for name in texts]
     with pd.option_context("display.max_colwidth", None):
         return Html(texts.to_html(index=False, escape=False, border=0, na_rep=""))
 

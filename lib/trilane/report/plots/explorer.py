@@ -91,7 +91,7 @@ def shown_plans(found: SearchResult) -> list[Candidate]:
     best = found.best(BEST).rows
     front = found.pareto  # of thousands it is thinned evenly: its fastest and smallest plan stay
     thinned = [*front[:: len(front) // FRONT + 1], *front[-1:]]
-    risky = found.best_per_sizes(RISKIEST, risky=True).rows
+    risky = found.risky[:RISKIEST]
     unique = {candidate.plan.id: candidate for candidate in (*best, *thinned, *risky)}
     return sorted(unique.values(), key=lambda c: (c.prediction.is_risky, c.prediction.sec_per_it))
 
