@@ -173,7 +173,7 @@ def study(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Study]:
 
 
 PLAIN = "html head meta title style body nav main div span h1 h2 h3 p ul ol li a b br code details em footer img mark "
-PLAIN += "pre strong summary dd dl dt figure table thead tbody tr th td"
+PLAIN += "pre strong summary dd dl dt figure table thead tbody tr th td wbr"
 # What a figure's script draws is not the page's own; of scripts a page has that one and the
 # figures' data.
 LOOK = """() => ({

@@ -156,7 +156,10 @@ def cluster(name_or_path: str) -> Cluster:
 
 
 def clusters() -> Columns:
-    """Every cluster of the catalogue: its card and sizes."""
+    """Every cluster of the catalogue: its card and sizes.
+
+    clusters().to_frame().sort_values("max_gpus")
+    """
     rows = []
     for name in catalogue():
         c = cluster(name)
