@@ -47,9 +47,8 @@ def test_a_value_in_html_is_its_text(value: str) -> None:
         and page.text == value * 3
     )
     table = Page(show({value: [value, value], "n": [1, 2]}))
-    assert table.tags.count("td") == 4 and set(table.tags) == {
-        *["table", "thead", "tr", "th", "tbody", "td"]
-    }
+    tags = ["table", "thead", "tr", "th", "tbody", "td"]
+    assert table.tags.count("td") == 4 and {*table.tags} - {"wbr"} == {*tags}
     assert set(table.attributes) <= {"class", "style"}
     assert words(table.text).count(words(value)) >= 3
     link = Html.link(value, value, f"{value}.html")
