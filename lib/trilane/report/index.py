@@ -66,7 +66,8 @@ def _notebook_row(path: Path) -> list[object]:
     report = path.with_suffix(".html")
     question = Html.link(heading, report.name) if report.exists() else heading
     copy = Html.link(path.name, path.name)
-    return [question, short(answer, 400), _status(status), day, copy]
+    date = Html.of('<span style="white-space:nowrap">{}</span>', day)
+    return [question, short(answer, 400), _status(status), date, copy]
 
 
 def _run_row(folder: Path) -> list[object]:
