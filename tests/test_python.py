@@ -27,7 +27,7 @@ def frame(found):
 
 def test_a_frame_has_a_column_of_one_kind_for_each_choice_and_number(found, frame):
     best, texts = (
-        found.candidates[0],
+        found.rows[0],
         {f.name for f in dataclasses.fields(Topology) if f.type is str},
     )
     assert {f.name for f in dataclasses.fields(Topology)} <= {*frame}
@@ -109,7 +109,5 @@ def test_names_and_paths_stand_for_plans_clusters_shapes_and_constants():
     assert trilane.predict(plan, "jz-h100", "megatron-core").calibration.name == "megatron-core"
     asked = {"gpus": 384, "gbs": 2048, "top": 1, "recompute": "full"}
     by_name = trilane.search(SHAPE, "jz-a100-80g", calibration="megatron-core", **asked)
-    by_value = trilane.search(
-        by_name.candidates[0].plan.shape, plan.cluster, calibration=core, **asked
-    )
-    assert by_name.candidates == by_value.candidates
+    by_value = trilane.search(by_name.rows[0].plan.shape, plan.cluster, calibration=core, **asked)
+    assert by_name.rows == by_value.rows

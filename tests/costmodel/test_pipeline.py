@@ -81,7 +81,7 @@ def test_the_schedules_of_a_search_end_at_the_predicted_time(shape, gpus, gbs):
     odd partitions.
     """
     found = search(shape, MACHINE, gpus=gpus, gbs=gbs, mbs=(2, 4), top=300)
-    for c in (*found.candidates, *found.risky)[::8]:
+    for c in (*found.rows, *found.risky)[::8]:
         p, made = c.prediction, pipeline_schedule(c.topology, c.prediction)
         early = 1 - made.end / p.sec_per_it
         assert -1e-9 <= early <= 1e-3, c.label

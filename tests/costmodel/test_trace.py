@@ -34,7 +34,7 @@ def traced(plan: Plan) -> Trace:
 def test_what_was_traced_stands_beside_what_is_predicted(tmp_path, capsys):
     machine, shape = cluster("jz-a100-80g"), parse_shape("24,2048,16,2048,50304")
     found = search(shape, machine, gpus=64, gbs=128, pp=4, mbs=1)
-    plan = found.candidates[0].plan
+    plan = found.rows[0].plan
     path = tmp_path / "plan.json"
     path.write_text(json.dumps(plan.to_json()))
     assert trace_of(plan, path) is None

@@ -41,14 +41,14 @@ AS_THEN |= {"sequence_parallel": False, "interleaving": 1}
 
 def test_search_ranks_what_can_run_and_counts_the_rest_by_rule():
     found = search(SHAPE, A100, gpus=[384], gbs=2048, mbs=[1, 2, 4], calibration=K, **AS_THEN)
-    seconds = [c.prediction.sec_per_it for c in found.candidates]
+    seconds = [c.prediction.sec_per_it for c in found.rows]
     assert seconds == sorted(seconds) and len(seconds) + len(found.risky) == found.runnable > 0
     assert found.evaluated == found.runnable + sum(found.refused_by_rule.values())
-    assert all(invalid_reason(SHAPE, c.topology) is None for c in found.candidates)
-    assert all(c.prediction.oom_probability <= 0.01 for c in found.candidates)
+    assert all(invalid_reason(SHAPE, c.topology) is None for c in found.rows)
+    assert all(c.prediction.oom_probability <= 0.01 for c in found.rows)
     assert all(0.01 < c.prediction.oom_probability <= 0.5 for c in found.risky)
-    assert [c.prediction.is_risky for c in (*found.candidates, *found.risky)] == [
-        *[False] * len(found.candidates),
+    assert [c.prediction.is_risky for c in (*found.rows, *found.risky)] == [
+        *[False] * len(found.rows),
         *[True] * len(found.risky),
     ]
     asked = {"gpus": 384, "gbs": 2048, "mbs": [1, 2, 4], "calibration": K, **AS_THEN}
@@ -112,8 +112,8 @@ def test_the_vectorized_prediction_is_the_prediction_of_the_one_plan(host_s):
     plain = dataclasses.replace(space, pins={**pins, "offload": ("none",)}, engine="megatron")
     piped = search_space(SMALL, A100, plain, known, top=10_000)
     for result in (found, piped):
-        assert len(result.candidates) + len(result.risky) == result.runnable > 100
-        for ranked in (result.candidates, result.risky):
+        assert len(result.rows) + len(result.risky) == result.runnable > 100
+        for ranked in (result.rows, result.risky):
             assert np.all(np.diff([c.prediction.sec_per_it for c in ranked]) >= -1e-9)
 
 
@@ -141,8 +141,8 @@ def test_what_a_search_without_plans_names_would_run(asked, cure):
     asked = {"gpus": 384, "gbs": 2048, "calibration": K, **asked}
     found = search(SHAPE, A100, **asked)
     words = f"--gpus {cure['gpus']} --gbs {cure['gbs']} and no pins"
-    assert not found.candidates and found.cure.endswith(words)
+    assert not found.rows and found.cure.endswith(words)
     engine = asked.get("engine", "megatron")
-    assert search(SHAPE, A100, **cure, engine=engine, calibration=K).candidates
+    assert search(SHAPE, A100, **cure, engine=engine, calibration=K).rows
     with pytest.raises(ValueError, match=f"no topology can run; .*; what would run: {words}"):
         found.best(3)

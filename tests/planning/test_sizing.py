@@ -10,9 +10,14 @@ from trilane.config.cluster import cluster
 from trilane.config.model import ModelShape, parse_shape
 from trilane.config.parallelism import Topology
 from trilane.costmodel import shipped
-from trilane.planning.published import sizes
 from trilane.planning.size_request import SizeRequest
-from trilane.planning.sizing import broken_rules, propose_shapes, survey, survey_shapes
+from trilane.planning.sizing import (
+    broken_rules,
+    propose_shapes,
+    published_sizes,
+    survey,
+    survey_shapes,
+)
 
 A100 = cluster("jz-a100-80g")
 K = shipped.default(A100)
@@ -22,7 +27,7 @@ def test_every_published_size_comes_out_as_printed():
     """Prequel, 'Size' (104B to 530B; 145B prints as 146B), 'Possible 200B models', and the headings
     of its tables.
     """
-    table = sizes().columns
+    table = published_sizes().columns
     assert [round(size) for size in table["by formula (B)"]] == table["printed (B)"] and len(
         table["origin"]
     ) == 20

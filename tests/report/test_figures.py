@@ -47,7 +47,7 @@ def test_the_explorer_shows_the_best_the_front_and_each_plan_once_with_its_predi
 @pytest.mark.parametrize("interleaving", [1, 3])
 def test_the_runs_of_a_schedule_are_all_its_passes_and_nothing_else(interleaving):
     sizes = {"gpus": 16, "gbs": 128, "pp": 8, "mbs": 1, "interleaving": interleaving}
-    c = search(SHAPE, MACHINE, recompute="none", **sizes).candidates[0]
+    c = search(SHAPE, MACHINE, recompute="none", **sizes).rows[0]
     schedule = pipeline_schedule(c.topology, c.prediction)
     starts = {}
     for stage, kind, chunk, first, count, start, _, step in explorer.runs_of(schedule):

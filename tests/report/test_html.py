@@ -14,7 +14,7 @@ import pytest
 from markup import HOSTILE, Page, words
 
 from trilane.report.html import POLICY, anchor, markdown_html, notebook_html, plain_html
-from trilane.report.plots.interactive import MIME, Interactive
+from trilane.report.plots.explorer import MIME, Interactive
 from trilane.utils.tables import Html, Text, show
 from trilane.workspace.study import Study
 

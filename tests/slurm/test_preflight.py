@@ -167,7 +167,7 @@ def test_a_rule_that_is_allowed_only_warns(folder: Path) -> None:
 
 
 def test_what_the_nodes_lack_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An image, a folder that two nodes share, a tokenizer, room for three checkpoints."""
+    """An image, a folder that two nodes share, a tokenizer, space for three checkpoints."""
     image = replace(A100, container="pyxis", container_image="/images/torch.sqsh")
     assert levels(findings(folder, plan(), image), "container") == [REFUSAL]
     here = replace(A100, local=(str(folder.parent),))

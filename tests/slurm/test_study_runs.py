@@ -27,14 +27,14 @@ def test_the_runs_of_a_study_are_its_best_plans_and_one_with_tp_and_pp(outputs: 
     reasons = dict.fromkeys(("p0", "p1"), "fastest predicted") | {
         "p3": "control: TP and PP at work"
     }
-    assert {r.plan.label: r.reason for r in found.rows} == reasons
-    o = found.rows[0].plan.optimizer
+    assert {r.run.plan.label: r.reason for r in found.rows} == reasons
+    o = found.rows[0].run.plan.optimizer
     assert (o.lr, o.min_lr, o.warmup_samples, o.decay_samples) == (6e-4, 6e-4 / 10, 5120, 51200)
     seconds = predict(plans[3]).sec_per_it
     hours = 100 * seconds / 3600
     row = ["p3", plans[3].id, 8, seconds, hours, 8 * hours, math.ceil(10 * hours)]
     assert list(found.view().iloc[2]) == [*row, "control: TP and PP at work"]
-    assert list(found.start(False).to_frame()["run"]) == [r.folder.name for r in found.rows]
-    (link,) = chain.costs({found.rows[2].folder: found.rows[2].plan}, request)
+    assert list(found.start(False).to_frame()["run"]) == [r.run.folder.name for r in found.rows]
+    (link,) = chain.costs({found.rows[2].run.folder: found.rows[2].run.plan}, request)
     assert (link["nodes"], link["batches"], link["first"], link["last"]) == (1, [512], 1, 100)
     assert chain.costs_text([link] * 2).count(f"{8 * hours:.2f} GPU hours") == 2

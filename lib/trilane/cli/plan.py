@@ -88,7 +88,7 @@ def search(
     known = calibration_for(machine, calibration)
     asked = {"gpus": gpus, "gbs": gbs, "engine": engine, "top": top, **choices}
     found = search_plans(model, machine, calibration=known, distinct=True, **asked)
-    return Answer(found.to_json(), found.as_text(), int(not found.candidates))
+    return Answer(found.to_json(), found.as_text(), int(not found.rows))
 
 
 @command(plan)
@@ -224,7 +224,7 @@ def decide(
     for case in cases:
         asked_case(asked, case)
     if find_spec("papermill") is None:
-        decision = Decision(asked=asked, known=None if plan else chosen, title=title, ifs=cases)
+        decision = Decision(asked=asked, title=title, ifs=cases)
         values = decision.to_json()
         page = f"no page: {install_command('notebooks')} installs what it needs"
     else:

@@ -275,9 +275,8 @@ class Prediction(Record):
 
     def plot(self) -> Any:
         """Seconds by part, by pandas."""
-        import pandas as pd
-
-        return pd.Series(vars(self.time)).plot.barh(xlabel="seconds an iteration")
+        parts = self.to_frame().filter(regex="_s$")
+        return parts.T.plot.barh(legend=False, xlabel="seconds an iteration")
 
     @property
     def is_risky(self) -> bool:
@@ -335,14 +334,12 @@ def predict(
             dropout=plan.dropout,
         )
         return predict_case(case, known)
-    if isinstance(plan, list):
-        import pandas as pd
+    import pandas as pd
 
+    if isinstance(plan, list):
         each = [{"label": p.label, **predict(p, cluster, calibration).numbers} for p in plan]
         return pd.DataFrame(each)
     if isinstance(plan, Mapping):
-        import pandas as pd
-
         plan = pd.DataFrame([plan])
     for line in ignored_columns(plan):
         warnings.warn(f"predict: ignored {line}", stacklevel=2)

@@ -286,10 +286,6 @@ class Forecast(Table):
             columns[f"lost_days_{name.replace(' ', '_')}"] = seconds / DAY
         return pd.DataFrame(columns)
 
-    def plot(self) -> Any:
-        """How many simulated runs take how many days, by pandas."""
-        return self.to_frame()["days"].plot.hist(bins=50, xlabel="days")
-
     def view(self) -> DataFrame:
         """The rows as a table."""
         rows = list(self.rows().items())

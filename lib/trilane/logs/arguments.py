@@ -10,7 +10,7 @@ from trilane.utils.validation import shipped_json
 
 Value = str | int | float | bool | None
 DOTTED = re.compile(rb"^(?:\[\w+\]:|[\w.-]+: )?\s{1,6}([A-Za-z]\w*) \.{2,}+ ?(?!:)(.*)$")
-# a long name leaves no room for dots
+# a long name is printed without dots
 UNDOTTED = re.compile(rb"^(?:\[\w+\]:|[\w.-]+: )?\s{1,4}([a-z]\w{30,99})\s{2,}(\S.*)$")
 DEEPSPEED = re.compile(rb"\[config\.py:\d+:print(?:_config)?\]\s+(\w+) (?:\.{2,}|\s) ?(.*)$")
 DEFAULT = re.compile(rb"(?<!\.)\.{3,}(?:updated|default)$")  # which gpt-neox puts behind a value

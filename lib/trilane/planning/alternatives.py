@@ -85,7 +85,7 @@ def searched(base: Forecast, name: str = "", **changes: Any) -> Iterator[Case]:
     asked |= {"gpus": t.gpus, "gbs": t.gbs, "engine": r.plan.engine, "calibration": r.calibration}
     asked |= changes
     result = search(r.plan.shape, r.plan.cluster, top=5, distinct=True, **asked)
-    for candidate in result.candidates:
+    for candidate in result.rows:
         # another engine trains no layer of one's own, another topology not every size of a ramp
         with contextlib.suppress(ValueError):
             plan = replace(candidate.plan, layer=r.plan.layer)
@@ -174,9 +174,8 @@ def levers(base: Forecast) -> Cases:
     if plan.cluster.gpu.kind == "cuda":
         for choice, others in values.items():
             for value in sorted(others):
-                change: Json = {choice: value}
                 with contextlib.suppress(ValueError):  # the card has no such precision
-                    cases += islice(searched(base, f"{choice} {value}", **change), 1)
+                    cases.append(asked_case(base, f"{choice}={value}"))
     cases = [replace(case, note=case.difference(base)) for case in cases]
     cases.sort(key=Case.hours)
     return Cases(kinds={"held fixed": tuple(cases)})

@@ -9,7 +9,7 @@ from itertools import product
 from typing import Any
 
 from trilane.config.cluster import Cluster
-from trilane.config.engines import default_precision
+from trilane.config.engines import ENGINES, default_precision
 from trilane.config.model import ModelShape
 from trilane.costmodel.shipped import calibration_for
 from trilane.forecasting.forecast import Json
@@ -36,25 +36,10 @@ class InTime(Proposals):
 
     shown = (
         "cluster gpus parameters num_layers hidden_size tokens engine label days_p50 days_p90 "
-        "gpu_hours_p50 money_p50 memory_gib oom_probability"
+        "gpu_hours_p50 money_p50 cost_over_best memory_gib oom_probability"
     )
     limit: float
     reasons: dict[str, str]
-
-    def worth(self) -> list[str]:
-        """What a GPU-hour of each further cluster is worth in those of the first one, per parameter
-        and token, with nothing going wrong.
-        """
-        best: dict[str, Proposal] = {}
-        for p in self.rows:
-            best.setdefault(p.plan.cluster.name, p)
-        lines = list[str]()
-        for name, p in best.items():
-            first = self.rows[0]
-            if p is not first:
-                work = f"{first.cost / p.cost:.2f} of {first.plan.cluster.name}"
-                lines.append(f"a GPU-hour of {name} does the work of {work}")
-        return lines
 
     def why_none(self) -> str:
         """Why nothing ends on each cluster."""
@@ -75,14 +60,14 @@ class InTime(Proposals):
     def to_json(self, top: int = SHOWN) -> Json:
         """The plans with their costs, and why nothing ends."""
         limits: Json = {"days": self.limit, "probability": 0.9, "reasons": self.reasons}
-        return {**super().to_json(top), **limits, "worth": self.worth()}
+        return {**super().to_json(top), **limits}
 
     def as_text(self, top: int = SHOWN) -> str:
-        """The plans side by side, the worth of each cluster's GPU-hours, what each rests on."""
+        """The plans side by side, what each rests on, and why nothing ends on a cluster."""
         lines = [super().as_text(top)]
         if self.rows and self.reasons:
             lines.append(self.why_none())
-        return "\n".join([*lines, *self.worth(), NOTE])
+        return "\n".join([*lines, NOTE])
 
 
 def _largest(r: SizeRequest, days: float) -> Proposal | None:
@@ -140,16 +125,15 @@ def _some_of_size(size: float, request: SizeRequest, days: float) -> list[Propos
     are looked at.
     """
     try:
-        near = [
-            replace(request, parameters=size, tolerance=0.01, engine=engine)
-            for engine in request.engines
-        ]
+        near = replace(request, parameters=size, tolerance=0.01)
     except ValueError:  # no usual width has that size: the embedding alone nearly reaches it
         return []
-    shapes = near[0].shapes()
+    shapes = near.shapes()
     middle = sorted(shapes, key=lambda shape: abs(shapes.index(shape) - len(shapes) // 2))
-    for shape, one in product(middle[:MIDDLE_WIDTHS], near):
-        found = survey(one, [shape])
+    # one engine after the other: most often the first ends
+    engines = ENGINES if request.engine == ANY else (request.engine,)
+    for shape, engine in product(middle[:MIDDLE_WIDTHS], engines):
+        found = survey(replace(near, engine=engine), [shape])
         ended = _ended(found, days)
         # depths that divide badly cost up to a third: where one takes twice the days, none ends
         if ended or (found.rows and found.rows[0].costs["days_p90"] > 2 * days):

@@ -1,6 +1,5 @@
 """Whether to start a forecast's plan or an alternative, and the page for whoever decides."""
 
-import contextlib
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -15,7 +14,6 @@ from trilane.planning.alternatives import (
     Cases,
     alternatives,
     levers,
-    simulated,
     what_ifs,
 )
 from trilane.planning.search_result import TIE
@@ -26,6 +24,7 @@ from trilane.workspace.study import Study
 
 # a limit is kept where at most one simulated run in five fails it: a choice, not a measurement
 MOST_RISK = 0.2
+FASTEST = "fastest of a search"
 SHOWN = (
     "kind case gpus days_p50 gpu_hours_p50 money_p50 memory_gib oom_probability p_miss_deadline "
     "p_overrun_allocation note"
@@ -75,17 +74,15 @@ def calendar_record(found: Forecast, source: Json) -> Json:
 class Decision(Table):
     """The page for whoever decides on a forecast: Decision(asked=forecast(plan, tokens=341e9)).
 
-    `known` is the first plan of 02_topology, where it is of the same model and cluster; `source`
-    the file that the plan comes from with what made it, `is_stale` whether that was written again
-    since.
+    `source` is the file that the plan comes from with what made it, `is_stale` whether that was
+    written again since, `ifs` are cases that were asked for (alternatives.asked_case).
     """
 
     asked: Forecast
-    known: Plan | None = None
     title: str = ""
     source: Json = field(default_factory=dict)
     is_stale: bool = False
-    ifs: tuple[str, ...] = ()  # cases that were asked for, see alternatives.asked_case
+    ifs: tuple[str, ...] = ()
 
     @cached_property
     def alternatives(self) -> Cases:
@@ -106,43 +103,24 @@ class Decision(Table):
 
     @cached_property
     def best(self) -> Case:
-        """The first plan of 02_topology where it can run so, or else the fastest of a search by the
-        plan's choices.
-        """
-        r = self.asked.request
-        if self.known and self.known.id == r.plan.id:
-            return self.plan
-        if self.known:
-            with contextlib.suppress(ValueError):  # it does not divide every size of the ramp
-                return simulated(self.known.label, r, plan=self.known)
+        """The fastest of the plan and of a search by its choices."""
         cases = (self.plan, *self.alternatives.kinds["topology"])
         return min(cases, key=lambda case: case.forecast.request.prediction.sec_per_it)
-
-    @property
-    def origin(self) -> str:
-        """Where the best that is known comes from."""
-        is_first = self.known and self.known.id == self.best.forecast.request.plan.id
-        if is_first:
-            return "first of 02_topology"
-        return "fastest of a search"
 
     @cached_property
     def chosen(self) -> Case:
         """The plan, or what keeps a limit that the plan does not, or saves GPU-hours without more
         days.
 
-        It saves where the difference is above TIE, by its own simulated runs. Nothing is taken
-        instead that runs out of memory with a probability above SAFE, or has other GPUs or batches.
+        It saves where the difference is above TIE, by its own simulated runs. What a search ranks
+        runs out of memory with SAFE probability at most, and has the plan's GPUs and batch.
         """
         failed, _, hours, days = self._rank(self.plan)
-        kinds = self.alternatives.kinds
         better = list[Case]()
-        for other in (self.best, *kinds["topology"]):
+        for other in self.alternatives.kinds["topology"]:
             rank = self._rank(other)
             saves = rank[0] == failed and rank[2] < (1 - TIE) * hours and rank[3] <= days
-            is_safe = not other.forecast.request.prediction.is_risky
-            is_fair = is_safe and _sizes(other) == _sizes(self.plan)
-            if is_fair and (rank[0] < failed or saves):
+            if rank[0] < failed or saves:
                 better.append(other)
         return min(better, key=self._rank, default=self.plan)
 
@@ -178,7 +156,7 @@ class Decision(Table):
 
     @property
     def reasons(self) -> Lines:
-        """What the plan fails, what the best that is known fails where it is not chosen, what the
+        """What the plan fails, what the fastest of a search fails where it is not chosen, what the
         change costs.
         """
         lines = list[str]()
@@ -186,13 +164,13 @@ class Decision(Table):
             lines.append("plans.json was written again since this forecast: run 07_calendar again")
         asked = "the plan asked for"
         if self.best is self.plan:
-            asked += f", the {self.origin},"
+            asked += f", the {FASTEST},"
         lines += [f"{asked} {failure}" for failure in _failures(self.plan)]
         if self.best.name not in (self.plan.name, self.chosen.name):
             usual = "saves too little, or takes longer"
             why = " and ".join(_failures(self.best)) or usual
             need = f"{self.best.difference(self.forecast)} relative to the chosen plan"
-            lines.append(f"{self.best.name}, the {self.origin}, {why}; {need}")
+            lines.append(f"{self.best.name}, the {FASTEST}, {why}; {need}")
         if self.chosen is not self.plan:
             more = self.chosen.difference(self.asked)
             lines.append(f"{self.chosen.name}: {more} relative to the plan asked for, predicted")
@@ -246,14 +224,12 @@ class Decision(Table):
         )
 
     def columns(self) -> Columns:
-        """The plan as asked, as recommended, and the best that is known, each with what its figures
-        rest on.
-        """
+        """The plan as asked, as recommended, and the fastest of a search; one column a plan."""
         if _failures(self.chosen):
             advised = "best that was tried"
         else:
             advised = "recommended"
-        cases = {"as asked": self.plan, advised: self.chosen, self.origin: self.best}
+        cases = {"as asked": self.plan, advised: self.chosen, FASTEST: self.best}
         heads: dict[str, str] = {}  # of each plan, one column
         for head, case in cases.items():
             heads[case.name] = ", ".join(filter(None, [heads.get(case.name), head]))
@@ -312,7 +288,7 @@ class Decision(Table):
         Forecast.figures().
         """
         kinds: dict[str, tuple[Case, ...]]
-        kinds = {"recommended": (self.chosen,), "best known": (self.best,)}
+        kinds = {"recommended": (self.chosen,), "fastest": (self.best,)}
         for cases in (self.alternatives, self.levers, self.what_ifs):
             kinds |= cases.kinds
         return Cases(kinds=kinds).to_frame()
@@ -367,22 +343,14 @@ def _margin(limit: str, slower: float) -> str:
     return f"a benchmark more than {share} slower than predicted: then fewer than {kept}"
 
 
-def _sizes(case: Case) -> tuple[int, int]:
-    """GPUs and sequences of an iteration that its plan is for."""
-    t = case.forecast.request.plan.topology
-    return t.gpus, t.gbs
-
-
 def decision_text(values: Json) -> str:
     """What decision.json holds, for a terminal: the verdict, its reasons, every other case."""
-    lines = [values["headline"], *[f"- {reason}" for reason in values["recommendation"]["reasons"]]]
-    if values["cases"]:
-        import pandas as pd
+    import pandas as pd
 
-        frame = pd.DataFrame(values["cases"])
-        frame = frame[~frame["kind"].isin(["plan", "best known"])]
-        table = displayed(frame, SHOWN)
-        lines.append(table.to_string(index=False, float_format=amount, na_rep=""))
+    lines = [values["headline"], *[f"- {reason}" for reason in values["recommendation"]["reasons"]]]
+    frame = pd.DataFrame(values["cases"])
+    table = displayed(frame[~frame["kind"].isin(["plan", "fastest"])], SHOWN)
+    lines.append(table.to_string(index=False, float_format=amount, na_rep=""))
     return "\n".join(lines)
 
 
@@ -395,17 +363,12 @@ def decide(study: Study, title: str = "", ifs: str = "") -> Decision:
     record = study.load("calendar.json", "07_calendar", request=dict, plan_json=dict, source=dict)
     request = {**record["request"], "plan": record["plan_json"]}
     asked = Forecast(request=from_mapping(ForecastRequest, request, "request"))
-    plan = asked.request.plan
-    known = None
-    if (study.folder / "plans.json").exists():
-        first = next(iter(study.plans()), None)
-        if first and (first.shape, first.cluster) == (plan.shape, plan.cluster):
-            known = first
     before = record["made_by"]["read"].get("plans.json")
+    if before and (study.folder / "plans.json").is_file():
+        study.values("plans.json", "02_topology")  # study.read has its hash of today
     is_stale = bool(before) and study.read.get("plans.json") != before
     return Decision(
         asked=asked,
-        known=known,
         title=title,
         source=record["source"],
         is_stale=is_stale,

@@ -1,6 +1,5 @@
 """One plan: what limits its time and memory, how sure that is; changed by hand."""
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -47,23 +46,18 @@ def explain(plan: Plan | Path | str, calibration: Calibration | str | None = Non
     )
 
 
-def varied(
-    base: Plan, calibration: Calibration | None, *, engine: str = "", **changes: Any
-) -> Candidate:
+def varied(base: Plan, calibration: Calibration | None, **changes: Any) -> Candidate:
     """The plan with other fields of its topology, or by another engine, without a ramp of the
     batch, predicted.
 
     Raises ValueError with the rule by which a search refuses it.
     """
-    plan = base
-    engine = engine or base.engine
-    topology = replace(base.topology, **changes)
-    if (topology, engine) != (base.topology, base.engine):
-        reason = invalid_reason(base.shape, topology, base.cluster)
-        if reason:
-            raise ValueError(reason)
-        # the sizes of a ramp need not be multiples of the new mbs x dp
-        plan = base.replace(topology=topology, engine=engine, run=Run())
+    # the sizes of a ramp need not be multiples of the new mbs x dp
+    plan = base.replace(run=Run(), **changes)
+    if plan.id == base.id:
+        plan = base
+    elif reason := invalid_reason(plan.shape, plan.topology, plan.cluster):
+        raise ValueError(reason)
     p = predict(plan, calibration)
     rule = f"must fit the card, which has {plan.cluster.gpu.memory_bytes / 2**30:.3g} GiB"
     needed = f"{p.memory_bytes / 2**30:.3g} GiB"

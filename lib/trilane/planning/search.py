@@ -237,7 +237,7 @@ class _Search:
                 with contextlib.suppress(ValueError):  # no such space
                     space = dataclasses.replace(self.space, gpus=(gpus,), gbs=(gbs,), pins={})
                     result = search_space(self.shape, self.cluster, space, self.calibration, top=1)
-                    if result.candidates:
+                    if result.rows:
                         return f"--gpus {gpus} --gbs {gbs} and no pins"
             gpus *= 2
         return ""

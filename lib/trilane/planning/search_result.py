@@ -119,10 +119,6 @@ class Candidates(Table):
         """The first plans."""
         return Candidates(rows=self.rows[:count])
 
-    def plot(self) -> Any:
-        """Seconds over memory, by pandas."""
-        return self.to_frame().plot.scatter(x="memory_gib", y="sec_per_it")
-
 
 def ranks(seconds: Sequence[float]) -> list[int]:
     """The ranks of plans, fastest first: equal for those that the first of them beats by less than
@@ -167,11 +163,6 @@ class SearchResult(Candidates):
     front: Callable[[], list[Candidate]] = field(repr=False, compare=False)
     find_cure: Callable[[], str] = field(repr=False, compare=False)
 
-    @property
-    def candidates(self) -> tuple[Candidate, ...]:
-        """The rows."""
-        return self.rows
-
     @cached_property
     def pareto(self) -> tuple[Candidate, ...]:
         """What no other plan beats in both seconds and memory, the risky left out; the fastest
@@ -205,9 +196,9 @@ class SearchResult(Candidates):
         """The fastest plan with its interval, memory and risk; how many topologies there are, how
         many can run, and what was held fixed.
         """
-        if not self.candidates:
+        if not self.rows:
             return Text.of("None of **{:,}** topologies can run.", self.evaluated)
-        first = self.candidates[0]
+        first = self.rows[0]
         p = first.prediction
         return Text.of(
             "Of **{:,}** topologies **{:,}** can run. The fastest is {:code} ({}): **{} s** an "
@@ -230,11 +221,11 @@ class SearchResult(Candidates):
         lines = [f"{self.evaluated} topologies, {self.runnable} can run"]
         lines += [f"{count:>12} refused: {rule}" for rule, count in self.refused_by_rule.items()]
         lines.append(f"held fixed: {self.space.held_fixed}")
-        plans = [*self.candidates, *self.risky]
+        plans = [*self.rows, *self.risky]
         if plans:
             lines.append(f"the best of them: {plans[0].prediction.support.words}")
-        lines += [c.summary() for c in self.candidates]
-        if not self.candidates:
+        lines += [c.summary() for c in self.rows]
+        if not self.rows:
             lines.append(self.cure)
         if self.risky:
             lines.append(f"apart, because these may run out of memory (P above {SAFE:.0%}):")

@@ -112,13 +112,6 @@ class SizeRequest(Record):
         rule = f"an embedding of {self.vocabulary} tokens nearly reaches that size; ask for more"
         require(bool(self.widths()), "params", f"{self.parameters:g}", rule)
 
-    @property
-    def engines(self) -> tuple[str, ...]:
-        """What may train it."""
-        if self.engine == ANY:
-            return ENGINES
-        return (self.engine,)
-
     def tokens_of(self, parameters: float) -> float:
         """Tokens to train so many parameters on."""
         if isinstance(self.tokens, str):

@@ -25,8 +25,8 @@ from trilane.planning.search_result import (
 )
 from trilane.planning.size_request import TILE, SizeRequest, usable_heads
 from trilane.utils.numbers import amount, size_text, with_bounds
-from trilane.utils.tables import DataFrame, Table, Text, as_json, displayed
-from trilane.utils.validation import parse_integers, require, require_known
+from trilane.utils.tables import Columns, DataFrame, Table, Text, as_json, displayed
+from trilane.utils.validation import parse_integers, require, require_known, shipped_json
 from trilane.workspace.study import load_cluster
 
 SHOWN = 12  # shapes in a table
@@ -117,8 +117,7 @@ class Proposals(Table):
     @property
     def best(self) -> Proposal:
         """The first; ValueError where there is none."""
-        if not self.rows:
-            require(False, "params", f"{self.request.parameters:g}", self.why_none())
+        require(bool(self.rows), "params", f"{self.request.parameters:g}", self.why_none())
         return self.rows[0]
 
     def summary(self) -> Text:
@@ -369,6 +368,29 @@ def survey_shapes(
     best = min(rows, key=lambda c: c.prediction.sec_per_it)
     in_time = [c for c in rows if c.prediction.sec_per_it <= seconds]
     return ShapeSurvey(rows=tuple(rows), limit_s=seconds, best=[best, *in_time][-1])
+
+
+def published_sizes() -> Columns:
+    """The chronicles' published models and ideas for 200B, each with its size as printed and by
+    formula.
+
+    published_sizes()
+    """
+    names = (
+        "origin",
+        "layers",
+        "hidden",
+        "hidden / layers",
+        "rows of embedding",
+        "printed (B)",
+        "by formula (B)",
+    )
+    rows = []
+    for model in shipped_json("published")["models"]:
+        s = ModelShape(**model["shape"])
+        size = s.hidden_size // s.num_layers, s.vocab_size, model["printed_b"], s.parameters / 1e9
+        rows.append((model["origin"], s.num_layers, s.hidden_size, *size))
+    return Columns.of_rows(names, rows)
 
 
 def hand_on(

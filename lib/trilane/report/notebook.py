@@ -79,8 +79,8 @@ def distribute(chosen: Sequence[str], given: Mapping[str, object]) -> dict[str, 
     known = set[str]().union(*declared.values())
     for field in given:
         others = [name for name in notebook_names() if field in _declared(name)]
-        if field not in known and others:
-            raise ValueError(f"parameter={field}: is one of {', '.join(others)}")
+        is_elsewhere = field not in known and bool(others)
+        require(not is_elsewhere, "parameter", field, f"is one of {', '.join(others)}")
         require_known("parameter", field, sorted(known))
     values: dict[str, dict[str, Any]] = {name: {} for name in chosen}
     for name, fields in declared.items():

@@ -30,15 +30,11 @@ from trilane.workspace.study import Study
 
 @dataclass(frozen=True, kw_only=True)
 class StudyRun:
-    """One plan, why it was chosen, the files by name that were rendered for it, and its folder,
-    completed before or not.
-    """
+    """A run, why its plan was chosen, and the files by name that were rendered for it."""
 
-    plan: Plan
+    run: Run
     reason: str
     files: dict[str, str]
-    folder: Path
-    is_completed: bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,12 +54,12 @@ class StudyRuns(Table):
         """A row a plan: label, id, why it was chosen, predicted sec_per_it, and chain.costs()."""
         import pandas as pd
 
-        costs = chain.costs({run.folder: run.plan for run in self.rows}, self.request)
-        frame = pd.DataFrame(costs)
-        frame["label"] = [run.plan.label for run in self.rows]
-        frame["id"] = [run.plan.id for run in self.rows]
-        frame["sec_per_it"] = [predict(run.plan).sec_per_it for run in self.rows]
-        frame["why"] = [run.reason for run in self.rows]
+        plans = {row.run.folder: row.run.plan for row in self.rows}
+        frame = pd.DataFrame(chain.costs(plans, self.request))
+        frame["label"] = [plan.label for plan in plans.values()]
+        frame["id"] = [plan.id for plan in plans.values()]
+        frame["sec_per_it"] = [predict(plan).sec_per_it for plan in plans.values()]
+        frame["why"] = [row.reason for row in self.rows]
         return frame
 
     def files(self) -> Html:
@@ -76,10 +72,10 @@ class StudyRuns(Table):
     def findings(self) -> dict[str, list[JobFinding]]:
         """The findings of the pre-flight check by the names of the runs that are not completed."""
         found = {}
-        for run in self.rows:
+        for row in self.rows:
+            run = row.run
             if not run.is_completed:
-                place = Run(run.folder)
-                found[run.folder.name] = check_job(run.plan, self.site, self.request, place)
+                found[run.folder.name] = check_job(run.plan, self.site, self.request, run)
         return found
 
     def check(self) -> Columns:
@@ -97,7 +93,7 @@ class StudyRuns(Table):
         """
         is_refused = not self.site.is_local and any(map(refused, self.findings.values()))
         rows = []
-        for run in progress(self.rows, "runs", "run"):
+        for run in progress([row.run for row in self.rows], "runs", "run"):
             job = "not started: dry run"
             if is_refused:
                 job = "not started: the check refuses a run"
@@ -106,12 +102,12 @@ class StudyRuns(Table):
             rows.append((run.folder.name, job))
         return Columns.of_rows(("run", "job"), rows)
 
-    def _start(self, run: StudyRun) -> str:
+    def _start(self, run: Run) -> str:
         if run.is_completed:
             return "completed before"
         if self.site.is_local:
             with FolderLock([run.folder]).held(0.0):
-                resumes = Run(run.folder).newest is not None
+                resumes = run.newest is not None
                 put_aside(run.folder, keep=resumes)
                 return f"{train_local(run.folder, resume=resumes).status}, on this machine"
         try:
@@ -121,7 +117,7 @@ class StudyRuns(Table):
 
     def status(self) -> jobs.JobTable:
         """The status of each run."""
-        return jobs.job_status(run.folder for run in self.rows)
+        return jobs.job_status(row.run.folder for row in self.rows)
 
     def summary(self) -> Text:
         """How many runs are completed, and the commands for the others; RuntimeError where one has
@@ -175,12 +171,8 @@ def prepare_runs(
         before = plans[number]
         plan = _trained(before, engine or before.engine, data, lr, Limits(**run))
         files = script.files(plan, of_script, request)
-        folder, is_completed = study.run_folder(plan, files, jobs.active_jobs)
-        rows.append(
-            StudyRun(
-                plan=plan, reason=reason, files=files, folder=folder, is_completed=is_completed
-            )
-        )
+        folder, _ = study.run_folder(plan, files, jobs.active_jobs)
+        rows.append(StudyRun(run=Run(folder), reason=reason, files=files))
     return StudyRuns(study=study, site=where, request=request, rows=tuple(rows))
 
 

@@ -2,13 +2,19 @@
 its schedule.
 """
 
+import base64
+import functools
+import io
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 import altair as alt
 import numpy as np
+import vl_convert
+from PIL import Image
 
 from trilane.costmodel.iteration import IterationTime
 from trilane.costmodel.memory import StageMemory
@@ -16,10 +22,9 @@ from trilane.costmodel.pipeline import PipelineSchedule, pipeline_schedule
 from trilane.costmodel.predict import SAFE
 from trilane.forecasting.request import TOKENS_PER_PARAMETER
 from trilane.planning.search_result import Candidate, SearchResult
-from trilane.report.plots.interactive import Interactive, tooltips
-from trilane.report.plots.style import INK, LIMIT, plain
+from trilane.report.plots.style import COLORS, INK, LIMIT, MIME, VERSION, plain
 from trilane.utils.numbers import amount, chance, size_text, with_bounds
-from trilane.utils.tables import grouped
+from trilane.utils.tables import as_json, grouped
 from trilane.utils.validation import shipped_json
 
 # probability of running out of memory
@@ -38,6 +43,56 @@ SCALE = "(scale('schedule_x', 1) - scale('schedule_x', 0))"
 # pass, and between starts
 RUN = ("on", "kind", "chunk", "first", "count", "start", "length", "step")
 Row = dict[str, Any]
+
+
+class Interactive:
+    """A figure with tooltips, selections and controls. `text`, for screen readers: what is drawn,
+    and the result.
+
+    `data`: rows by the name that the chart has for them; those in the chart itself are copied at
+    each step of it.
+    """
+
+    def __init__(self, chart: Any, text: str, **data: Sequence[Mapping[str, Any]]):
+        with alt.data_transformers.disable_max_rows():
+            spec = chart.to_dict()
+        # Altair writes 5.20, of which JupyterLab's 5.6 warns on the console
+        spec["$schema"] = "https://vega.github.io/schema/vega-lite/v5.json"
+        own = spec.get("config", {})
+        own.pop("view", None)
+        config = shipped_json("report/figures")["config"]
+        spec["config"] = {**config, "range": {"category": list(COLORS)}, **own}
+        spec |= {"description": text, "datasets": data}
+        self.spec: dict[str, Any] = as_json(spec)
+        self.text = text
+
+    @functools.cached_property
+    def png(self) -> bytes:
+        """The figure as it is before anybody picks, on white."""
+        config = {**self.spec["config"], "background": "white"}
+        options: Any = {"vl_version": VERSION, "allowed_base_urls": [], "scale": 2}
+        drawn = vl_convert.vegalite_to_png({**self.spec, "config": config}, **options)
+        picture = Image.open(io.BytesIO(drawn)).convert("RGB")
+        small = io.BytesIO()
+        # with a palette it takes 23 kB instead of 336
+        picture.quantize(256).save(small, "PNG", optimize=True)
+        return small.getvalue()
+
+    def savefig(self, path: Path, **options: Any) -> None:
+        """Write the picture; the options that matplotlib's figures take change nothing."""
+        path.write_bytes(self.png)
+
+    def _repr_mimebundle_(self, **options: Any) -> dict[str, Any]:
+        return {
+            MIME: self.spec,
+            "image/png": base64.b64encode(self.png).decode(),
+            "text/plain": self.text,
+        }
+
+
+def tooltips(titles: Mapping[str, str]) -> list[Any]:
+    """A line of the tooltip for each field: its title."""
+    return [alt.Tooltip(f"{name}:N", title=title) for name, title in titles.items()]
 
 
 def explorer(found: SearchResult, tokens: float = 0.0) -> Interactive:
@@ -65,7 +120,7 @@ def explorer(found: SearchResult, tokens: float = 0.0) -> Interactive:
         empty=False,
     )
     memory = _bars("Fullest stage's memory (GiB)", "memory", MEMORY)
-    card = found.candidates[0].plan.cluster.gpu.memory_bytes / 2**30
+    card = found.rows[0].plan.cluster.gpu.memory_bytes / 2**30
     if card < 2 * max(row["gib"] for row in rows):
         row = {"gib": card, "what": f"memory of the card: {card:.4g} GiB"}
         limit = alt.Chart(alt.Data(values=[row]))
