@@ -16,6 +16,7 @@ from trilane.analysis.loss_curve import Curve, join, trainings
 from trilane.analysis.measure import Measurement, measure, measure_log
 from trilane.analysis.spikes import training_record, training_text
 from trilane.config.cluster import Cluster, Gpu
+from trilane.costmodel.recalibration import Recalibration
 from trilane.logs.dialects import use
 from trilane.logs.written_tables import read_runs
 from trilane.utils.numbers import size_text
@@ -84,11 +85,15 @@ class MeasuredRuns(Table):
         """The first of the timed runs, as many as a figure can show."""
         return self.timed[:DRAWN]
 
-    def summary(self) -> Text:
-        """How the runs ended; how many files were not read."""
+    def summary(self, found: Recalibration | None = None) -> Text:
+        """How the runs ended; how wrong their predictions were, by the recalibration `found`; how
+        many files were not read.
+        """
         statuses = Counter(str(run.status) for run in self.runs)
         counts = [f"{n} of {len(self.runs)} runs {status}" for status, n in statuses.items()]
         summary = Text.of("**{}.**", ", ".join(counts))
+        if found:
+            summary = Text.of("{} {}", summary, found.headline)
         if self.unread:
             words = "{} {} files were not read, the first: {}"
             summary = Text.of(words, summary, len(self.unread), short(self.unread[0], 120))

@@ -30,19 +30,24 @@ def run(
         False, "open JupyterLab on copies in the study instead, with its parameters set"
     ),
 ) -> Answer:
-    """Execute NOTEBOOK, such as 02_topology, or all of the demo in order, and print the path of its
-    report.
+    """Execute NOTEBOOK, such as 02_topology, or all in order, and print the path of its report.
 
-    With --lab `all` means every notebook; copies that exist in the study's folder lab/ are kept as
-    they are. Exit code 1 where a notebook fails, 2 where its parameters are the reason.
+    `all` sizes, plans, trains and measures on this machine; with `-p cluster NAME` it plans, writes
+    run folders, forecasts and decides instead. With --lab it means every notebook; copies that
+    exist in the study's folder lab/ are kept as they are. Exit code 1 where a notebook fails, 2
+    where its parameters are the reason.
     """
     from trilane.report import notebook as notebooks
     from trilane.workspace.study import Study
 
     given = dict(parameter)
     chosen = [notebook]
-    if notebook == "all":
-        chosen = notebooks.notebook_names() if lab else list(notebooks.DEMO)
+    if notebook == "all" and lab:
+        chosen = notebooks.notebook_names()
+    elif notebook == "all":
+        chosen, given = notebooks.notebooks_of_all(given)
+        others = [name for name in notebooks.notebook_names() if name not in chosen]
+        note([f"left out: {', '.join(others)} (each runs by its name)"])
     # every parameter is checked before a folder is made
     values = notebooks.distribute(chosen, given)
     if lab:

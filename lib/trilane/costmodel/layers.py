@@ -108,7 +108,7 @@ def attention_seconds(setting: Setting) -> tuple[Number, Number]:
     product = matmul_seconds(q, s, d, setting, batch)
     product = product + matmul_seconds(q, d, s, setting, batch)
     if gpu.kind == "cpu":
-        fused = product
+        fused = 2 * product  # torch's kernel reaches half of a matmul's rate, measured on one core
     else:
         # SIMT kernels, which take unaligned operands, have 64-wide tiles; `misaligned` is quoted at
         # 32 heads in flight

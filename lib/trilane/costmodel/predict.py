@@ -385,10 +385,11 @@ def predict_case(
     nearest = support(case, known, time.total)
     if width is None:
         width = known.half_width
-        if known.rows == 0 and case.cluster.gpu.kind == "cuda":
-            # rows that did not move the constants may still have shown how far these miss
-            width = max(width, float(half_widths([case], known, known)[0]))
-        width = math.hypot(width, nearest.widening)
+        if case.cluster.gpu.kind == "cuda":
+            if known.rows == 0:
+                # rows that did not move the constants may still have shown how far these miss
+                width = max(width, float(half_widths([case], known, known)[0]))
+            width = math.hypot(width, nearest.widening)
     return Prediction(
         sec_per_it=time.total,
         sec_lo=time.total / math.exp(width),

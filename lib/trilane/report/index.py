@@ -1,9 +1,13 @@
 """The index of a study."""
 
+import base64
+import io
 from pathlib import Path
+from typing import Any
 
 import jinja2
 import pandas as pd
+from PIL import Image
 
 from trilane.report.html import DATA, POLICY, read_notebook, state, title
 from trilane.utils.files import replace_text
@@ -33,7 +37,7 @@ def write_index(study: Study) -> Path:
             show(
                 pd.DataFrame(
                     notebooks,
-                    columns=["Question", "Answer", "Status", "Executed", "Copy"],
+                    columns=["Question", "Answer", "Picture", "Status", "Executed", "Copy"],
                     dtype=object,
                 )
             ),
@@ -48,26 +52,48 @@ def write_index(study: Study) -> Path:
 
 
 def _notebook_row(path: Path) -> list[object]:
-    """Question, answer (its first sentence), status, day and executed copy of a notebook."""
+    """Question, answer (its first sentence), first figure, status, day and executed copy of a
+    notebook.
+    """
     heading = path.stem
     status = "damaged"
     answer = ""
     day = ""
+    picture = Html("")
     try:
         notebook = read_notebook(path)
         status = state(notebook)
         heading = title(notebook)
         day = str(notebook.metadata.get("papermill", {}).get("end_time") or "")[:10]
         outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
-        texts = [output["data"].get("text/markdown") for output in outputs if "data" in output]
-        answer = Text(next(filter(None, texts), "")).plain
-    except (ValueError, TypeError, AttributeError, LookupError):
+        answer = Text(_first(outputs, "text/markdown")).plain
+        picture = _small(_first(outputs, "image/png"))
+    except (ValueError, TypeError, AttributeError, LookupError, OSError):
         pass
     report = path.with_suffix(".html")
     question = Html.link(heading, report.name) if report.exists() else heading
     copy = Html.link(path.name, path.name)
     date = Html.of('<span style="white-space:nowrap">{}</span>', day)
-    return [question, short(answer, 400), _status(status), date, copy]
+    return [question, short(answer, 400), picture, _status(status), date, copy]
+
+
+def _first(outputs: list[Any], kind: str) -> str:
+    """The first output of that type that is no HTML; empty where there is none."""
+    found = [output["data"][kind] for output in outputs if kind in output.get("data", {})]
+    return next((text for text in found if not text.startswith("<")), "")
+
+
+def _small(png: str) -> Html:
+    """A picture in base64, at most 240 x 160 pixels."""
+    if not png:
+        return Html("")
+    image = Image.open(io.BytesIO(base64.b64decode(png)), formats=["PNG"]).convert("RGB")
+    image.thumbnail((240, 160))
+    file = io.BytesIO()
+    image.quantize(64).save(file, "PNG", optimize=True)
+    data = base64.b64encode(file.getvalue()).decode()
+    look = Html(f'alt="its first figure" style="min-width:{image.width}px"')
+    return Html.of('<img {} src="data:image/png;base64,{}">', look, data)
 
 
 def _run_row(folder: Path) -> list[object]:

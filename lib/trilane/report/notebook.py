@@ -29,7 +29,9 @@ from trilane.workspace.installation import outputs_root, shipped, stamp
 from trilane.workspace.run import write_text
 from trilane.workspace.study import Study
 
-DEMO = ("01_sizing", "02_topology", "03_launch", "04_analyze")  # the notebooks of `all`, in order
+# The notebooks of `all`, in order: of this machine, which trains, and of another cluster
+HERE = ("01_sizing", "02_topology", "03_launch", "04_analyze")
+ELSEWHERE = ("01_sizing", "02_topology", "03_launch", "07_calendar", "08_decision")
 
 
 class NotebookError(Exception):
@@ -63,6 +65,16 @@ def typed(field: str, given: object, kind: str) -> Any:
         value = float(value)
     require(type(value).__name__ == kind, field, given, f"must be of type {kind}")
     return value
+
+
+def notebooks_of_all(given: Mapping[str, object]) -> tuple[list[str], dict[str, object]]:
+    """The notebooks of `all` where the parameters `given` ask for this machine or another cluster,
+    for which 03 only writes run folders; and all their parameters.
+    """
+    if given.get("cluster", "local") == "local":
+        return [*HERE], {**given}
+    names = [name for name in ELSEWHERE if name != "01_sizing" or "shape" not in given]
+    return names, {"train": False, **given}
 
 
 @functools.cache

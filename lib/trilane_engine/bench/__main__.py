@@ -2,8 +2,8 @@
 
 All ranks of torchrun or srun, one per GPU (on CPUs per core), measure together and rank 0 writes
 one file. A single process becomes a torchrun: on a machine with GPUs of a rank each, on a CPU of
-two, which stand for the eight processes that it may run; there one of them measures the core while
-the other waits.
+four, which stand for the eight processes that it may run: they measure what each gets of the cores
+beside the others.
 """
 
 import os
@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from trilane.config.cluster import Cluster, Gpu
-from trilane.utils.process import python, replace_by
 from trilane.utils.validation import print_refusal, require, to_mapping
 
 PROCESSES = 8  # of a machine without GPUs
+RANKS = 4  # that measure it
 
 
 def main(argv: list[str]) -> int:
@@ -32,16 +32,18 @@ def main(argv: list[str]) -> int:
         require(not path.exists(), "out", path, "exists")
         require(path.absolute().parent.is_dir(), "out", path, "its folder does not exist")
         if is_alone:  # torch is not imported yet
-            _become_torchrun(path)
-        _measure(path, int(processes or "0"))
+            _start_ranks(path)
+        else:
+            _measure(path, int(processes or "0"))
     except ValueError as error:
         print_refusal(error, "trilane: ")
         return 2
     return 0
 
 
-def _become_torchrun(path: Path) -> None:
+def _start_ranks(path: Path) -> None:
     import torch
+    from torch.distributed.run import main as torchrun
 
     from trilane_engine.world import own_device
 
@@ -49,30 +51,32 @@ def _become_torchrun(path: Path) -> None:
     processes = 0
     if not cards:
         own_device("fp32")  # raises where there is a GPU that torch cannot use
-        os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+        # without a thread for each, torchrun warns; megatron-core warns of what no CPU has
+        os.environ |= {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+        os.environ["PYTHONWARNINGS"] = "ignore"
         processes = PROCESSES
-    ranks = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={cards or 2}"]
-    this = ["-m", "trilane_engine.bench.__main__", str(path), str(processes)]
-    replace_by(python(*ranks, *this))
+    ranks = ["--standalone", f"--nproc-per-node={cards or RANKS}", "--module"]
+    torchrun([*ranks, "trilane_engine.bench.__main__", str(path), str(processes)])
 
 
 def _measure(path: Path, processes: int) -> None:
     import torch
 
     from trilane_engine import world as worlds
-    from trilane_engine.report import write_json
 
     worlds.from_slurm(os.environ)
     context = _context_bytes()
     world = worlds.start_process_group("fp32")
     cluster = measured(world, context, path.stem, processes)
     if world.is_first:
+        from trilane_engine.report import write_json  # with megatron-core
+
         write_json(path, to_mapping(cluster))
     torch.distributed.destroy_process_group()
 
 
 def _context_bytes() -> float:
-    """Bytes that the driver (on a CPU this process, once megatron-core is imported) takes before
+    """Bytes that the driver (on a CPU the first process, once the engine is imported) takes before
     the first tensor.
     """
     import psutil
@@ -84,7 +88,11 @@ def _context_bytes() -> float:
     if own_device("fp32").type == "cuda":
         free, total = torch.cuda.mem_get_info()
         return float(total - free)
+    if os.environ["RANK"] != "0":  # the import takes a core for seconds
+        return 0.0
     enable_cpu()
+    import trilane_engine.loop  # noqa: F401
+
     return float(psutil.Process().memory_info().rss)
 
 
@@ -103,13 +111,14 @@ def measured(world: Any, context: float, name: str, processes: int) -> Cluster:
     own["gpu.memory_bytes"] = free / (processes or of_host)
     if world.device.type == "cuda":
         own["gpu.memory_bytes"] = float(torch.cuda.get_device_properties(world.device).total_memory)
-    if world.is_first or not processes:  # where ranks stand for others only the first measures
-        own |= of_device(world.device)
+    world.barrier()  # so that all ranks of a host measure at once
+    own |= of_device(world.device)
     own |= _links(world, hosts, processes)
     every = gather_values(world, own)
     facts = {}
     for field in every[0]:
-        facts[field] = statistics.median(of_rank[field] for of_rank in every if field in of_rank)
+        facts[field] = statistics.median(of_rank[field] for of_rank in every)
+    facts["gpu.context_bytes"] = max(of_rank["gpu.context_bytes"] for of_rank in every)
     # what no link could show: one rank, one host, or one rank a host
     node = facts.get("network_bytes_per_s", facts["pcie_bytes_per_s"])
     facts.setdefault("node_bytes_per_s", node)
@@ -120,6 +129,12 @@ def measured(world: Any, context: float, name: str, processes: int) -> Cluster:
     for host, numbers in zip(hosts, gather_values(world, core_numbers()), strict=True):
         if host == hosts[0]:
             cores |= numbers
+    if world.device.type != "cuda":  # as if each had a core: a plan's processes share them anew
+        crowd = max(of_host / len(cores), 1.0)
+        facts["launch_overhead_s"] /= crowd
+        for field in facts:
+            if field.endswith("_per_s"):
+                facts[field] *= crowd
     facts |= {"cores_per_node": len(cores), "gpus_per_node": processes or of_host}
     facts["max_nodes"] = len(set(hosts))
     source = f"measured on {hosts[0]} by `trilane measure machine` at {date.today().isoformat()}"

@@ -15,30 +15,31 @@ from trilane_engine.world import World
 BUDGET_S = 0.4  # of one measurement
 COPY_BYTES = 2**28  # far beyond the caches
 # (rows, inner, columns) of two matmuls as a GPT has them. On a card tokens x hidden size x a
-# quarter of the MLP (tp 4): four sequences of 2048 at hidden size 8192, two at 12288. On a core a
-# small GPT's MLP and a larger one's.
+# quarter of the MLP (tp 4): four sequences of 2048 at hidden size 8192, two at 12288. On a core
+# forward and the two of backward of a small GPT's MLP.
 CARD = ((8192, 8192, 8192), (4096, 12288, 12288))
-CORE = ((1024, 256, 1024), (2048, 1024, 4096))
+CORE = ((512, 256, 1024), (512, 1024, 256), (256, 512, 1024))
 
 
 def of_device(device: torch.device) -> dict[str, float]:
     """Fields of Cluster: of a card peaks, of which a plan gets a share, else of one thread; 0 for a
     precision without units, so that no plan may choose it.
     """
-    is_card = device.type == "cuda"
-    share = Constants.matmul if is_card else 1.0
-    copied = copy_bytes_per_s(device)
-    rates = {"gpu.memory_bytes_per_s": copied, "pcie_bytes_per_s": copied}
-    if is_card:
-        rates["gpu.memory_bytes_per_s"] = copied / Constants.memory
-        rates["pcie_bytes_per_s"] = host_to_device_bytes_per_s(device)
-    else:
+    if device.type != "cuda":
         torch.set_num_threads(1)
     types = matmul_types(device)
+    rates = {}
     for name in ("fp32", "fp16", "bf16", "fp8"):
         rates[f"gpu.{name}_flops_per_s"] = 0.0
         if name in types:
-            rates[f"gpu.{name}_flops_per_s"] = matmul_flops_per_s(device, types[name]) / share
+            rates[f"gpu.{name}_flops_per_s"] = matmul_flops_per_s(device, types[name])
+    copied = copy_bytes_per_s(device)
+    rates |= {"gpu.memory_bytes_per_s": copied, "pcie_bytes_per_s": copied}
+    if device.type == "cuda":
+        rates["gpu.memory_bytes_per_s"] = copied / Constants.memory
+        rates["pcie_bytes_per_s"] = host_to_device_bytes_per_s(device)
+        for name in types:
+            rates[f"gpu.{name}_flops_per_s"] /= Constants.matmul
     return {**rates, "launch_overhead_s": call_s(device)}
 
 
@@ -54,29 +55,33 @@ def matmul_types(device: torch.device) -> dict[str, torch.dtype]:
 
 
 def matmul_flops_per_s(device: torch.device, dtype: torch.dtype) -> float:
-    """FLOPs per second of the faster of two matmuls."""
-    best = 0.0
+    """FLOPs per second of the faster of two matmuls; on a core of all of them together."""
+    rates = []
+    flops = seconds = 0.0
     for m, k, n in CARD if device.type == "cuda" else CORE:
         a = torch.rand((m, k), device=device, dtype=dtype)
         b = torch.rand((k, n), device=device, dtype=dtype)
         out = torch.empty(m, n, device=device, dtype=dtype)
         multiply = functools.partial(torch.mm, a, b, out=out)
-        best = max(best, 2 * m * k * n / best_s(multiply, device))
-    return best
+        one = call_seconds(multiply, device)
+        flops += 2 * m * k * n
+        seconds += one
+        rates.append(2 * m * k * n / one)
+    return max(rates) if device.type == "cuda" else flops / seconds
 
 
 def copy_bytes_per_s(device: torch.device) -> float:
     """Bytes read and written per second by a copy within the device's memory."""
     a = torch.ones(COPY_BYTES // 4, device=device)
     b = torch.ones_like(a)
-    return 2 * COPY_BYTES / best_s(lambda: b.copy_(a), device)
+    return 2 * COPY_BYTES / call_seconds(lambda: b.copy_(a), device)
 
 
 def host_to_device_bytes_per_s(device: torch.device) -> float:
     """Bytes per second from page-locked host memory to the GPU."""
     host = torch.ones(COPY_BYTES // 4).pin_memory()
     there = torch.empty_like(host, device=device)
-    return COPY_BYTES / best_s(lambda: there.copy_(host, non_blocking=True), device)
+    return COPY_BYTES / call_seconds(lambda: there.copy_(host, non_blocking=True), device)
 
 
 def call_s(device: torch.device) -> float:
@@ -91,17 +96,19 @@ def call_s(device: torch.device) -> float:
         if device.type == "cuda":
             torch.cuda.synchronize(device)
 
-    return best_s(many, torch.device("cpu")) / 1000  # by the host's clock: the host launches
+    return call_seconds(many, torch.device("cpu")) / 1000  # by the host's clock: the host launches
 
 
-def best_s(work: Callable[[], Any], device: torch.device) -> float:
-    """Seconds of the fastest call within the budget: disturbances only make a call slower."""
+def call_seconds(work: Callable[[], Any], device: torch.device) -> float:
+    """Seconds of a call: of the fastest on a card, as disturbances only make one slower; on a core
+    their mean, as a rank of a training shares it with others that work.
+    """
     once_s(work, device)
     end = time.perf_counter() + BUDGET_S
-    best = float("inf")
+    every = []
     while time.perf_counter() < end:
-        best = min(best, once_s(work, device))
-    return best
+        every.append(once_s(work, device))
+    return min(every) if device.type == "cuda" else statistics.mean(every)
 
 
 def once_s(work: Callable[[], Any], device: torch.device) -> float:
