@@ -12,13 +12,14 @@ import matplotlib
 import pytest
 from support import REPOSITORY, small_cluster
 
+from trilane.cli import plan as commands
 from trilane.cli.app import main
 from trilane.cli.plan import plan_of
 from trilane.config.cluster import cluster
 from trilane.config.model import parse_shape
 from trilane.config.plan import Plan, read_plan
 from trilane.costmodel.calibration import to_json
-from trilane.costmodel.predict import Prediction, predict
+from trilane.costmodel.predict import SAFE, Prediction, predict
 from trilane.costmodel.shipped import calibration_for, default
 from trilane.report.widgets import explore
 from trilane.utils.numbers import with_bounds
@@ -51,6 +52,15 @@ FREE = (
 )
 FREE += ("overlap_grad_reduce", "overlap_param_gather")
 FIXED = ("precision", "attention", "fp32_gradients")
+ASKED = "--cluster jz-v100-32g --gpus 32 --gbs 512"
+RUN = "--tokens 30B --price 2 --spare-nodes 0"
+QUESTIONS = {
+    "search": f"--shape 24,2048,16,2048,50304 {ASKED}",
+    "size": f"--params 1.3B {ASKED} {RUN} --top 1",
+    "best": f"--days 60 {ASKED} {RUN} --engine megatron",
+}
+COMPARED = "id sec_per_it sec_lo sec_hi memory_gib oom_probability iterations gpus"
+COMPARED += " days_p05 days_p50 days_p95 gpu_hours_p05 gpu_hours_p50 gpu_hours_p95 money_p50"
 
 
 def figures(prediction: Any) -> tuple[float, float, float]:
@@ -152,6 +162,71 @@ def test_every_command_shows_the_prediction_of_the_plan(
     report = capsys.readouterr().out
     size = f"predicted {expected.memory_bytes / 2**30:.1f} of"
     assert ("memory" in report and size in report) == (expected.oom_probability > 0.1)
+
+
+def answer(found: dict[str, Any]) -> dict[str, Any]:
+    """The figures of one plan in a command's JSON, each by one name."""
+    values = dict[str, Any]()
+    for part in ("topology", "prediction", "costs"):
+        values |= found.get(part, {})
+    if "memory_bytes" in values:
+        values["memory_gib"] = values["memory_bytes"] / 2**30
+    values |= found
+    if "plan_id" in found:
+        values["id"] = found["plan_id"]
+    if "dp" in values:
+        values["gpus"] = values["tp"] * values["pp"] * values["dp"]
+    return values
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", QUESTIONS)
+def test_no_command_contradicts_another(
+    command: str, tmp_path: Path, outputs: Path, capsys: pytest.CaptureFixture, monkeypatch
+) -> None:
+    """One question: what lists its plan, shows, dates, decides, checks, chains and converts it."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(commands, "find_spec", lambda name: None)  # decide executes no notebook
+
+    def of(words: str) -> Any:
+        return printed(capsys, *words.split())
+
+    listed = of(f"plan {command} {QUESTIONS[command]}")
+    Path("plan.json").write_text(json.dumps(listed))
+    plan = listed["plans"][0]
+    decided = of(f"decide plan.json {RUN}")
+    cases = {case["kind"]: case for case in reversed(decided["cases"])}
+    assert decided["recommendation"]["figures"].items() <= cases["recommended"].items()
+    (link,) = of("slurm chain plan.json chain --site generic")["links"]
+    seconds = 3600 * link["hours"] / (link["last"] - link["first"] + 1)
+    written = of("convert megatron plan.json")["arguments"]
+    words = ["torchrun --nproc_per_node 4 --nnodes 8 pretrain_gpt.py"]
+    words += [f"--{name} {' '.join(values)}" for name, values in written.items()]
+    Path("launch.txt").write_text(" ".join(words))
+    read = of("convert megatron --read launch.txt --cluster jz-v100-32g")["plan"]
+    Path("read.json").write_text(json.dumps(read))
+    answers = {
+        command: answer(plan),
+        "show": answer(of("plan show plan.json")),
+        "calendar": answer(of(f"plan calendar plan.json {RUN}")),
+        "decide": answer({**decided, **cases["plan"]}),
+        "chain": {"sec_per_it": seconds, "gpus": link["gpu_hours"] / link["hours"]},
+        "megatron": answer(of("plan show read.json")),
+    }
+    if command != "search":  # whose plans train 50 iterations
+        for by in (command, "show"):
+            answers[by]["iterations"] = plan["run"]["train_iters"]
+        answers["chain"]["iterations"] = link["last"]
+        answers["megatron"]["iterations"] = int(written["train-samples"][0]) / 512
+    for name in COMPARED.split():
+        values = {by: found[name] for by, found in answers.items() if name in found}
+        first = next(iter(values.values()))
+        assert len(values) > 1 or (command, name) == ("search", "iterations"), name
+        assert [*values.values()] == pytest.approx([first] * len(values), rel=1e-9), (name, values)
+    spared = of("plan calendar plan.json --tokens 30B")
+    assert spared["days_p50"] < answers["calendar"]["days_p50"], "4 spare nodes by default"
+    rules = {one["rule"] for one in of("slurm check plan.json --site generic")["findings"]}
+    assert "memory" not in rules and answers["show"]["oom_probability"] <= SAFE
 
 
 @pytest.mark.slow

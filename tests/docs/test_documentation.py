@@ -2,10 +2,11 @@
 fields are complete.
 
 A fenced block below the line `<!-- run -->` is run, one below `<!-- run: exit code 1 -->` must end
-so. The words of a block of text right below it must be printed in that order; it may leave words
-out. The blocks of a page share a folder, empty but for docs/, as a reader's shell shares the root
-of the repository; those in Python are one program. With TRILANE_RECORD=1 the numbers of what is
-shown become those that are printed.
+so, one below `<!-- not run: REASON -->` is not. The words of a block of text right below it must be
+printed in that order; it may leave words out. The blocks of a page are typed from top to bottom in
+one shell, those in Python as one program after them, in a folder with what a reader's root has. No
+page writes into what ships, nor twice to one file by `>`. With TRILANE_RECORD=1 the numbers of what
+is shown become those that are printed.
 """
 
 import dataclasses
@@ -13,6 +14,7 @@ import importlib
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from difflib import SequenceMatcher
@@ -31,11 +33,21 @@ RUN = re.compile(
     r"^<!-- run(?:: exit code (\d+))? -->\n+```(bash|python)\n(.*?)^```$(?:\n+```text\n(.*?)^```$)?",
     re.M | re.S,
 )
+MARKER = re.compile(r"<!-- (run(: exit code \d+)?|not run: .+) -->")
 WORD = re.compile(r"\w(?:[\w.,:/%+-]*[\w%+])?")
 FENCE = re.compile(r"^```.*?^```$", re.M | re.S)
 BASH = re.compile(r"^```bash\n(.*?)^```$", re.M | re.S)
+ABOVE = re.compile(r"(.*)\n+```bash\n(.*)")
 LINK = re.compile(r"\[[^\]\n]*\]\(([^)\s]+)\)")
-SECONDS = 120.0  # for one block, on a machine that does other things too
+SECONDS = 400.0  # for one page, on a machine that does other things too
+SHIPPED = ("docs", "notebooks")
+# `>` does not overwrite; the last command that fails gives a block's exit code
+TYPED = "set -Cuo pipefail\ntrap 'code=$?' ERR\n"
+# (exit $?) calls the trap where `a && b` failed in a
+READ = """(exit $?)
+printf '\\0%s\\0' "$code"
+printf '\\0' >&2
+"""
 
 
 def name(path: Path) -> str:
@@ -83,11 +95,14 @@ def with_printed_numbers(shown: str, printed: str) -> str:
 
 
 def shell(folder: Path) -> dict[str, str]:
-    """An environment in which `trilane` is this repository's command, and outputs lie
-    in `folder`.
+    """An environment in which `trilane` is this repository's command, and `folder` the root of a
+    reader's clone.
     """
-    commands = folder / ".bin"
-    commands.mkdir()
+    for name in SHIPPED:
+        shutil.copytree(REPOSITORY / name, folder / name)
+    commands = folder / ".venv" / "bin"
+    commands.mkdir(parents=True)
+    (commands / "activate").touch()
     command = commands / "trilane"
     command.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m trilane "$@"\n', encoding="utf-8")
     command.chmod(0o755)
@@ -101,33 +116,57 @@ def shell(folder: Path) -> dict[str, str]:
     }
 
 
+def typed(lines: list[str], folder: Path) -> list[tuple[int, str, str]]:
+    """Exit code, output and errors of each block, all in one shell."""
+    script = TYPED + "".join(f"code=0\n{block}\n{READ}" for block in lines)
+    done = subprocess.run(
+        ["bash", "-c", script],
+        cwd=folder,
+        env=shell(folder),
+        capture_output=True,
+        text=True,
+        timeout=SECONDS,
+    )
+    printed = done.stdout.split("\0")[:-1]
+    codes = [int(code) for code in printed[1::2]]
+    assert len(codes) == len(lines), (
+        f"the shell ended\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}"
+    )
+    return [*zip(codes, printed[::2], done.stderr.split("\0"), strict=False)]
+
+
 @pytest.mark.slow
 @pytest.mark.usefixtures("uncounted_processes")
 @pytest.mark.parametrize("page", [page for page in PAGES if blocks(page)], ids=name)
 def test_the_commands_of_a_page_run(page: Path, tmp_path: Path) -> None:
-    environment = shell(tmp_path)
-    os.symlink(DOCS, tmp_path / "docs")
-    for code, block, text in blocks(page):
-        bash = ["bash", "-euo", "pipefail", "-c", block]
-        done = subprocess.run(
-            bash, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=SECONDS
+    shown = blocks(page)
+    printed = typed([block for _, block, _ in shown], tmp_path)
+    for folder in SHIPPED:
+        written = subprocess.run(
+            ["diff", "-rq", REPOSITORY / folder, tmp_path / folder], capture_output=True, text=True
         )
-        assert done.returncode == code, f"{block}\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}"
-        missing = min(
-            (
-                not_printed(text, *both)
-                for both in ((done.stdout, done.stderr), (done.stderr, done.stdout))
-            ),
-            key=len,
-        )
+        assert written.stdout == "", "a page writes into what ships"
+    for (code, block, text), (actual, out, errors) in zip(shown, printed, strict=True):
+        assert actual == code, f"{block}\n{out[-2000:]}\n{errors[-2000:]}"
+        missing = min(not_printed(text, out, errors), not_printed(text, errors, out), key=len)
         if missing and os.environ.get(SWITCH):
             source = page.read_text(encoding="utf-8")
-            again = with_printed_numbers(text, f"{done.stdout}\n{done.stderr}")
+            again = with_printed_numbers(text, f"{out}\n{errors}")
             page.write_text(source.replace(text, again), encoding="utf-8")
             continue
         assert not missing, (
-            f"{SWITCH}=1 records it again\n{block}\nshown, not printed: {' '.join(missing[:12])}\n{done.stdout}\n{done.stderr}"
+            f"{SWITCH}=1 records it again\n{block}\nshown, not printed: {' '.join(missing[:12])}\n{out}\n{errors}"
         )
+
+
+def test_each_block_of_the_tutorial_and_the_guides_is_typed_or_gives_the_reason() -> None:
+    pages = [REPOSITORY / "README.md", DOCS / "tutorial.md", *(DOCS / "guides").glob("*.md")]
+    assert not [
+        (name(page), first)
+        for page in pages
+        for above, first in ABOVE.findall(page.read_text(encoding="utf-8"))
+        if not MARKER.fullmatch(above)
+    ]
 
 
 def commands(page: Path) -> list[list[str]]:

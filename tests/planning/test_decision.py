@@ -222,25 +222,3 @@ def test_the_verdict_without_notebooks_is_that_of_the_page(outputs, capsys, monk
     cases = {case["case"]: case for case in page["cases"]}
     days = [cases[name]["days_p50"] for name in ("tokens=+60%", "tokens=+30%")]
     assert days[0] > days[1] > cases["the plan 10 % slower"]["days_p50"]
-
-
-def test_one_plan_has_one_date_in_every_command(capsys, tmp_path, outputs):
-    """Days of `size`, `calendar` and `decide`, the spare nodes asked for counted in each."""
-    asked = "--cluster jz-v100-32g --gpus 32 --gbs 512 --spare-nodes 0"
-    assert main(f"plan size --params 1.3B --vocab 50257 {asked} --tokens 30B --json".split()) == 0
-    sizes = json.loads(capsys.readouterr().out)
-    costs = sizes["plans"][0]["costs"]
-    path = tmp_path / "size.json"
-    path.write_text(json.dumps(sizes))
-    words = f"plan calendar {path} --tokens 30B --spare-nodes 0 --json"
-    assert main(words.split()) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["days_p50"] == pytest.approx(costs["days_p50"])
-    assert found["gpu_hours_p50"] == pytest.approx(costs["gpu_hours_p50"])
-    assert sizes["plans"][0]["prediction"]["oom_probability"] <= SAFE
-    trained = sizes["plans"][0]["run"]["train_iters"] * 512 * 2048
-    assert 30e9 <= trained < 30e9 + 512 * 2048
-    assert main([*words.replace("--spare-nodes 0 ", "").split()]) == 0
-    assert json.loads(capsys.readouterr().out)["days_p50"] < found["days_p50"], (
-        "4 spare nodes by default"
-    )
