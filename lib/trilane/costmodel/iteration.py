@@ -107,7 +107,8 @@ def data_parallel_seconds(
     groups = x.replicas / x.sharded
     far = ring(groups, x.tp * x.sharded, setting)
     width = np.maximum(x.value_bytes, 4 * x.fp32_gradients)
-    calls = x.stage_layers[1] + 1
+    # a bucket of Megatron-LM has 40 million parameters
+    calls = np.minimum(x.stage_layers[1], parameters / 40e6) + 1
     gather = is_sharded * (parameters * x.value_bytes * near.gather + calls * near.gather_s)
     scatter = parameters * width * near.gather + calls * near.gather_s
     between = (groups > 1) * (parameters / x.sharded * width * far.reduce + calls * far.reduce_s)
@@ -229,6 +230,9 @@ def iteration_columns(columns: Columns, cluster: Cluster, constants: Constants) 
     # layers' worth of time that the microbatches take on the slowest stage
     share = m * factor * (slowest / layer.total)
     bubble = (whole - slowest + (x.pp - 1) * p2p) / x.interleaving
+    if cluster.gpu.kind == "cpu":  # processes that share cores compute while others wait
+        steady = m * slowest
+        bubble = np.maximum((steady + bubble) / slowdown(setting) - steady, 0)
     optimizer = optimizer_seconds(parameters, setting)
     optimizer = optimizer + offload_seconds(parameters, setting)
     return IterationTime(

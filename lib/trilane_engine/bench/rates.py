@@ -130,24 +130,28 @@ def all_reduce(
     device: torch.device, group: dist.ProcessGroup | None, n: int, calls: int
 ) -> tuple[float, float]:
     """What each of `n` ranks sends per second in a large all_reduce, and the seconds of one of 4
-    bytes.
+    bytes, on cores the mean after some work, for the last of whose ranks it waits.
 
     2 (n - 1) / n bytes / seconds, as nccl-tests defines bus bandwidth; over several hosts this is
     also what a whole host sends, because each ring enters and leaves it once. Left out: trees,
     which NCCL uses for small messages.
     """
-
-    def median_s(size: int, calls: int) -> float:
-        tensor = torch.zeros(size // 4, device=device)
-        # after as many to warm up: gloo's first calls are slow
-        every = []
-        for _ in range(2 * calls):
-            every.append(once_s(lambda: dist.all_reduce(tensor, group=group), device))
-        return statistics.median(every[calls:])
-
+    is_card = device.type == "cuda"
     # a small GPT's gradient bucket on a CPU, enough to fill NVLink on a GPU
-    size = 2**28 if device.type == "cuda" else 2**22
-    return 2 * (n - 1) / n * size / median_s(size, calls), median_s(4, 5 * calls)
+    large = torch.zeros(2**26 if is_card else 2**20, device=device)
+    small = torch.zeros(1, device=device)
+    work = torch.zeros(0 if is_card else 512, 512, device=device)
+    seconds: dict[bool, list[float]] = {True: [], False: []}
+    for tensor, count in ((large, calls), (small, 5 * calls)):
+        # after as many to warm up: gloo's first calls are slow
+        for _ in range(2 * count):
+            if tensor is small:
+                torch.mm(work, work.t())
+            once = once_s(lambda tensor=tensor: dist.all_reduce(tensor, group=group), device)
+            seconds[tensor is large].append(once)
+    rate = 2 * (n - 1) / n * large.nbytes / statistics.median(seconds[True][calls:])
+    middle = statistics.median if is_card else statistics.mean
+    return rate, middle(seconds[False][5 * calls :])
 
 
 def of_rank(world: World) -> dict[str, float]:
