@@ -32,6 +32,7 @@ def test_a_lesson_brings_predictions_nearer_and_reports_their_uncertainty(output
     assert after.abs().max() < before.abs().min()
     width = 1 + table["recalibrated_half_width"]
     assert (table["recalibrated_over_measured"].between(1 / width, width)).all()
+    assert recalibration.headline.startswith("Predicted seconds were wrong by 33% at the median; ")
     assert not recalibrate.recalibrate([measure_log(log())])
 
 

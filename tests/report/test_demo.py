@@ -13,6 +13,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from markup import Page
 from support import SMALL, heed_ctrl_c, uncounted, wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("demo")]
@@ -41,6 +42,13 @@ def test_the_loss_falls_by_one_and_a_half_nats_and_is_the_same_on_every_topology
     curves = [losses(run) for run in sorted((demo / "runs").iterdir())]
     assert all(curve[0] - curve[-1] >= 1.5 for curve in curves)
     assert max(max(step) - min(step) for step in zip(*curves, strict=True)) < 1e-3
+
+
+def test_the_index_has_each_notebooks_answer_and_figure(demo):
+    page = Page((demo / "index.html").read_text())
+    for answer in ("topologies", "2 of 2 plans have trained", "Predicted seconds were wrong by"):
+        assert answer in page.text
+    assert page.tags.count("img") == 4 and "<details>" not in page.text
 
 
 def test_a_second_run_of_the_study_is_refused(demo):
