@@ -1,13 +1,10 @@
 """The index of a study."""
 
-import base64
-import io
 from pathlib import Path
 from typing import Any
 
 import jinja2
 import pandas as pd
-from PIL import Image
 
 from trilane.report.html import DATA, POLICY, read_notebook, state, title
 from trilane.utils.files import replace_text
@@ -16,6 +13,8 @@ from trilane.utils.tables import Html, Text, short, show
 from trilane.workspace.installation import stamp
 from trilane.workspace.status import known_status
 from trilane.workspace.study import Study
+
+PICTURE = '<img alt="its first figure" style="width:15rem;max-width:none" src="data:image/png;base64,{}">'
 
 
 def write_index(study: Study) -> Path:
@@ -67,8 +66,9 @@ def _notebook_row(path: Path) -> list[object]:
         day = str(notebook.metadata.get("papermill", {}).get("end_time") or "")[:10]
         outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
         answer = Text(_first(outputs, "text/markdown")).plain
-        picture = _small(_first(outputs, "image/png"))
-    except (ValueError, TypeError, AttributeError, LookupError, OSError):
+        if png := _first(outputs, "image/png"):
+            picture = Html.of(PICTURE, png)
+    except (ValueError, TypeError, AttributeError, LookupError):
         pass
     report = path.with_suffix(".html")
     question = Html.link(heading, report.name) if report.exists() else heading
@@ -81,19 +81,6 @@ def _first(outputs: list[Any], kind: str) -> str:
     """The first output of that type that is no HTML; empty where there is none."""
     found = [output["data"][kind] for output in outputs if kind in output.get("data", {})]
     return next((text for text in found if not text.startswith("<")), "")
-
-
-def _small(png: str) -> Html:
-    """A picture in base64, at most 240 x 160 pixels."""
-    if not png:
-        return Html("")
-    image = Image.open(io.BytesIO(base64.b64decode(png)), formats=["PNG"]).convert("RGB")
-    image.thumbnail((240, 160))
-    file = io.BytesIO()
-    image.quantize(64).save(file, "PNG", optimize=True)
-    data = base64.b64encode(file.getvalue()).decode()
-    look = Html(f'alt="its first figure" style="min-width:{image.width}px"')
-    return Html.of('<img {} src="data:image/png;base64,{}">', look, data)
 
 
 def _run_row(folder: Path) -> list[object]:
