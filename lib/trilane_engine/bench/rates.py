@@ -18,7 +18,7 @@ COPY_BYTES = 2**28  # far beyond the caches
 # quarter of the MLP (tp 4): four sequences of 2048 at hidden size 8192, two at 12288. On a core
 # forward and the two of backward of a small GPT's MLP.
 CARD = ((8192, 8192, 8192), (4096, 12288, 12288))
-CORE = ((512, 256, 1024), (512, 1024, 256), (256, 512, 1024))
+CORE = ((512, 128, 512), (512, 512, 128), (128, 512, 512))
 
 
 def of_device(device: torch.device) -> dict[str, float]:
