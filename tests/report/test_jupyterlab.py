@@ -108,10 +108,9 @@ def use_every_control(page: Any) -> int:
         ".widget-dropdown select, .vega-bind select": lambda c: c.select_option(
             index=c.locator("option").count() - 1
         ),
-        ".widget-checkbox input, .vega-bind input[type=checkbox]": lambda c: c.click(),
         ".vega-bind input[type=range]": lambda c: c.fill(c.get_attribute("max")),
         ".widget-text input": lambda c: (c.fill("2"), c.press("Enter")),
-        "button.jupyter-button": lambda c: c.click(),
+        "button.jupyter-button:visible": lambda c: c.click(),
     }
     controls = [
         (c, use)
