@@ -1,6 +1,6 @@
 """The instrument of a search: the controls of one plan, and under them the figure that follows."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -56,10 +56,10 @@ def fields_of(plan: Plan) -> dict[str, Any]:
     return values
 
 
-def _grid(boxes: Iterable[Any], least: int) -> Any:
+def _grid(boxes: list[Any], least: int) -> Any:
     """Controls side by side, each at least so many pixels wide with its label."""
-    grid = GridBox([*boxes])
-    for box in grid.children:
+    grid = GridBox(boxes)
+    for box in boxes:
         box.layout.width = "auto"
         box.layout.margin = "2px 1px"
         box.style.description_width = "initial"

@@ -176,10 +176,10 @@ def numbers_of(c: Candidate, tokens: float) -> dict[str, str]:
         "TP x CP x PP x DP; id": f"{t.tp} x {t.cp} x {t.pp} x {t.dp}\n{c.plan.id}",
         "ZeRO; recompute": f"{t.zero}; {t.recompute}",
         "microbatches": f"{t.microbatches} of {t.mbs}",
-        "seconds (90 %)": with_bounds(*interval).replace(" ", "\n", 1),
+        "seconds (90 %)": with_bounds(*interval).replace(" (", "\n").rstrip(")"),
         "GiB": f"{p.memory_bytes / 2**30:.3g}",
         "P(out of memory)": chance(p.oom_probability),
-        f"days, {size_text(tokens)} tokens": with_bounds(*days).replace(" ", "\n", 1),
+        f"days, {size_text(tokens)} tokens": with_bounds(*days).replace(" (", "\n").rstrip(")"),
         "GPU-hours of these": amount(24 * days[0] * t.gpus),
     }
 
