@@ -110,12 +110,13 @@ def use_every_control(page: Any) -> int:
         ),
         ".vega-bind input[type=range]": lambda c: c.fill(c.get_attribute("max")),
         ".widget-text input": lambda c: (c.fill("2"), c.press("Enter")),
-        "button.jupyter-button:visible": lambda c: c.click(),
+        "button.jupyter-button": lambda c: c.click(),
     }
+    front = page.locator(".jp-NotebookPanel:not(.lm-mod-hidden)")
+    for more in front.get_by_text("more", exact=True).all():
+        more.click()
     controls = [
-        (c, use)
-        for kind, use in kinds.items()
-        for c in page.locator(f".jp-NotebookPanel:not(.lm-mod-hidden) :is({kind})").all()
+        (c, use) for kind, use in kinds.items() for c in front.locator(kind).all() if c.is_visible()
     ]
     for control, use in controls:
         control.scroll_into_view_if_needed()

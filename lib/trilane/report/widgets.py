@@ -59,10 +59,7 @@ def fields_of(plan: Plan) -> dict[str, Any]:
 def _grid(boxes: list[Any], least: int) -> Any:
     """Controls side by side, each at least so many pixels wide with its label."""
     grid = GridBox(boxes)
-    for box in boxes:
-        box.layout.width = "auto"
-        box.layout.margin = "2px 1px"
-        box.style.description_width = "initial"
+    grid.add_class("trilane-grid")
     grid.layout.grid_template_columns = f"repeat(auto-fit, minmax({least}px, 1fr))"
     return grid
 

@@ -108,11 +108,11 @@ def explorer(plans: Sequence[Candidate], tokens: float = 0.0) -> Interactive:
         elif name in PLANS:
             param["bind"]["options"] = names
     card = plans[0].plan.cluster.gpu.memory_bytes / 2**30
-    limits = []
-    if card < 2 * max(row["gib"] for row in rows):
-        limits.append({"gib": card, "what": f"memory of the card: {card:.4g} GiB"})
+    limit = {"gib": card, "what": f"memory of the card: {card:.4g} GiB"}
+    if card > 2 * max(row["gib"] for row in rows):
+        limit["gib"] = 0  # where it is not drawn
     text = f"Plans by seconds and memory: {len(rows)}. The best: {names[0]}, {rows[0]['gib']} GiB."
-    return Interactive(spec, text, plans=rows, limits=limits)
+    return Interactive(spec, text, plans=rows, limits=[limit])
 
 
 def shown_plans(found: SearchResult) -> list[Candidate]:
