@@ -110,6 +110,7 @@ def test_every_figure_of_the_verdict_is_of_the_plan_that_it_names(found):
         assert own.facts()[name] in page.verdict(), name
     columns = page.columns().to_frame().set_index("")
     columns.columns = [head.partition(",")[0] for head in columns]  # one for each plan
+    assert [*columns][:2] == ["recommended", "as asked"], "which a phone shows first"
     assert (
         columns.loc["GPU-hours", "recommended"]
         == own.facts()["GPU-hours"]

@@ -8,7 +8,6 @@ import json
 import re
 from pathlib import Path
 
-import altair as alt
 import nbformat
 import pytest
 from markup import HOSTILE, Page, words
@@ -90,12 +89,9 @@ def test_a_report_has_a_policy_no_script_and_only_outputs_that_are_shown(tmp_pat
 
 
 def test_a_report_runs_the_one_script_that_its_policy_names_by_hash(tmp_path: Path) -> None:
-    dots = (
-        alt.Chart(alt.Data(values=[{"x": 1, "name": HOSTILE[1]}]))
-        .mark_point()
-        .encode(x="x:Q", tooltip="name:N")
-    )
-    figure = Interactive(dots, "One dot.")
+    look = {"x": {"field": "x", "type": "quantitative"}, "tooltip": {"field": "name"}}
+    dots = {"data": {"name": "dots"}, "mark": "point", "encoding": look}
+    figure = Interactive(dots, "One dot.", dots=[{"x": 1, "name": HOSTILE[1]}])
     text = report(tmp_path, figure._repr_mimebundle_())
     scripts = re.findall(r"<script([^>]*)>(.*?)</script>", text, flags=re.DOTALL)
     assert [kind.strip() for kind, _ in scripts] == ['type="module"', 'type="application/json"']

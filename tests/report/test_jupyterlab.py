@@ -108,15 +108,15 @@ def use_every_control(page: Any) -> int:
         ".widget-dropdown select, .vega-bind select": lambda c: c.select_option(
             index=c.locator("option").count() - 1
         ),
-        ".widget-checkbox input, .vega-bind input[type=checkbox]": lambda c: c.click(),
         ".vega-bind input[type=range]": lambda c: c.fill(c.get_attribute("max")),
         ".widget-text input": lambda c: (c.fill("2"), c.press("Enter")),
         "button.jupyter-button": lambda c: c.click(),
     }
+    front = page.locator(".jp-NotebookPanel:not(.lm-mod-hidden)")
+    for more in front.get_by_text("more", exact=True).all():
+        more.click()
     controls = [
-        (c, use)
-        for kind, use in kinds.items()
-        for c in page.locator(f".jp-NotebookPanel:not(.lm-mod-hidden) :is({kind})").all()
+        (c, use) for kind, use in kinds.items() for c in front.locator(kind).all() if c.is_visible()
     ]
     for control, use in controls:
         control.scroll_into_view_if_needed()

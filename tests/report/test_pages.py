@@ -262,7 +262,8 @@ def explorer(demo: Path, page: Any) -> Any:
 
 def shown(figure: Any) -> list[str]:
     """The ids of the picked plan and of the two pins."""
-    return [figure.locator(f"select[name={name}]").input_value() for name in ("plan_id", "a", "b")]
+    selects = [figure.locator(f"select[name={name}]") for name in ("plan_key", "a", "b")]
+    return [select.input_value().rpartition("(")[2].rstrip(")") for select in selects]
 
 
 def test_keys_walk_all_plans_pin_two_and_zoom_the_schedule(explorer: Any, page: Any) -> None:

@@ -168,10 +168,11 @@ class Plan(Record, HasTopology):
 
     def replace(self, **changes: Any) -> "Plan":
         """The plan with other fields of its own or of its topology; `cluster` may be a name. With
-        another tp, pp or cp the GPUs stay, and dp follows unless it is given.
+        another tp, pp, cp or number of `gpus` dp follows unless it is given; the GPUs stay.
 
             plan.replace(tp=8, cluster="jz-h100")
         """
+        gpus = changes.pop("gpus", self.gpus)
         own = [f.name for f in fields(self)]
         sizes = vars(self.topology)
         for name in changes:
@@ -180,11 +181,11 @@ class Plan(Record, HasTopology):
             changes |= {"cluster": cluster(changes["cluster"]), "calibration": None}
         of_plan = {name: value for name, value in changes.items() if name in own}
         of_topology = {name: value for name, value in changes.items() if name in sizes}
-        if of_topology.keys() & {"tp", "pp", "cp"} and "dp" not in of_topology:
+        if not changes.keys() & {"dp", "topology"}:
             ranks = math.prod({**sizes, **of_topology}[name] for name in ("tp", "pp", "cp"))
-            rule = f"tp x pp x cp must divide the {self.gpus} GPUs; or give dp, too"
-            require(self.gpus % ranks == 0, "plan", ranks, rule)
-            of_topology["dp"] = self.gpus // ranks
+            rule = f"tp x pp x cp must divide the {gpus} GPUs; or give dp, too"
+            require(ranks > 0 and gpus % ranks == 0, "plan", ranks, rule)
+            of_topology["dp"] = gpus // ranks
         topology = of_plan.pop("topology", self.topology)
         plan = replace(self, topology=replace(topology, **of_topology), **of_plan)
         if plan.id != self.id and "label" not in changes:

@@ -296,7 +296,11 @@ class Forecast(Table):
         """Every assumption with its source; an interval of 0 s between checkpoints is Daly's
         optimum.
         """
-        rows = [(row["what"], amount(row["value"]), row["source"]) for row in self._assumed()]
+        words = shipped_json("risks")["words"]
+        rows = [
+            (words.get(row["what"], row["what"]), amount(row["value"]), row["source"])
+            for row in self._assumed()
+        ]
         return Columns.of_rows(("what", "value", "source"), rows)
 
 

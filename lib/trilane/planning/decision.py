@@ -224,12 +224,12 @@ class Decision(Table):
         )
 
     def columns(self) -> Columns:
-        """The plan as asked, as recommended, and the fastest of a search; one column a plan."""
+        """The plan as recommended, as asked, and the fastest of a search; one column a plan."""
         if _failures(self.chosen):
             advised = "best that was tried"
         else:
             advised = "recommended"
-        cases = {"as asked": self.plan, advised: self.chosen, FASTEST: self.best}
+        cases = {advised: self.chosen, "as asked": self.plan, FASTEST: self.best}
         heads: dict[str, str] = {}  # of each plan, one column
         for head, case in cases.items():
             heads[case.name] = ", ".join(filter(None, [heads.get(case.name), head]))

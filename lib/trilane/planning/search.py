@@ -85,6 +85,8 @@ class _Search:
         self.safe = list[Row]()
         self.risky = list[Row]()
         self.front = list[Row]()
+        # the fastest of each tp x pp x dp, ZeRO stage and recomputation, and of those at risk
+        self.fastest = dict[Any, Row]()
         self.columns = columns_of(shape, space.fixed, space.engine)
         self.memory = memory_for(calibration, space.engine, cluster)
         self.points = functools.cache(space.points)
@@ -200,6 +202,13 @@ class _Search:
         # what a row of another block beats leaves at the end, in pareto()
         safe = np.flatnonzero(~is_risky)
         self.front += rows(safe[front_of(seconds[safe], memory[safe])])
+        c = columns
+        kinds = np.stack(np.broadcast_arrays(c.tp, c.pp, c.dp, c.zero, c.recompute, is_risky))
+        order = np.argsort(seconds, kind="stable")
+        index = order[np.unique(kinds[:, order], axis=1, return_index=True)[1]]
+        for kind, row in zip(kinds[:, index].T.tolist(), rows(index), strict=True):
+            best = self.fastest.get(tuple(kind), row)
+            self.fastest[tuple(kind)] = min(best, row, key=lambda row: row.seconds)
 
     def run(self) -> SearchResult:
         """All topologies, some thousands at a time; what no rule refuses is predicted."""
@@ -223,6 +232,7 @@ class _Search:
             runnable=self.runnable,
             refused_by_rule={rule: count for rule, count in self.refused.most_common() if count},
             front=self.pareto,
+            kinds=self.kinds,
             find_cure=self.cure,
         )
 
@@ -246,6 +256,9 @@ class _Search:
         seconds = np.array([row.seconds for row in self.front])
         memory = np.array([row.memory for row in self.front])
         return self.candidates(self.front[i] for i in front_of(seconds, memory))
+
+    def kinds(self) -> list[Candidate]:
+        return self.candidates(sorted(self.fastest.values(), key=lambda row: row.seconds))
 
     def candidates(self, rows: Iterable[Row]) -> list[Candidate]:
         """Each row as a plan, predicted in full."""
@@ -339,5 +352,6 @@ def _merged(results: Sequence[SearchResult], top: int, distinct: bool) -> Search
         runnable=sum(result.runnable for result in results),
         refused_by_rule=dict(refused.most_common()),
         front=front,
+        kinds=lambda: [*chain(*[result.kinds() for result in results])],
         find_cure=results[0].find_cure,
     )

@@ -78,7 +78,7 @@ class Candidates(Table):
     """Plans of a search in their order, as a table."""
 
     rows: tuple[Candidate, ...]
-    shown = "rank label id gpus microbatches sec_per_it sec_lo sec_hi memory_gib oom_probability"
+    shown = "rank label id gpus sec_per_it sec_lo sec_hi memory_gib oom_probability"
 
     def to_frame(self) -> DataFrame:
         """A row a plan: rank (equal in a tie), id, tp, pp, dp and all other choices, gpus,
@@ -153,6 +153,8 @@ class SearchResult(Candidates):
     rows         run out of memory with SAFE probability at most; `risky` ones more often:
                  listed apart, best first too
     front        makes `pareto`, each of whose plans takes a full prediction
+    kinds        makes the fastest plan of each tp x pp x dp, ZeRO stage and recomputation, and of
+                 those that are risky
     find_cure    looks for GPUs and a batch on which a topology runs, as options
     """
 
@@ -161,6 +163,7 @@ class SearchResult(Candidates):
     runnable: int
     refused_by_rule: dict[str, int]
     front: Callable[[], list[Candidate]] = field(repr=False, compare=False)
+    kinds: Callable[[], list[Candidate]] = field(repr=False, compare=False)
     find_cure: Callable[[], str] = field(repr=False, compare=False)
 
     @cached_property

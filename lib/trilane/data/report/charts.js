@@ -25,18 +25,19 @@ function config(width) {
   return looks;
 }
 
-// The explorer of 02 by keys, buttons and touch; its parameters are plan_id (the picked plan), a, b and zoom_start.
+// The explorer of 02 by keys, buttons and touch; its parameters are plan_key (the picked plan), a, b and zoom_start.
 function steer(place, view) {
   const set = (name, value) => view.signal(name, value).runAsync();
-  const pin = name => () => set(name, view.signal("plan_id"));
+  const pin = name => () => set(name, view.signal("plan_key"));
   const walk = by => () => {
-    const dots = [...place.querySelectorAll(".mark-symbol.role-mark path")].map(dot => dot.__data__.datum);
+    const dots = [...place.querySelectorAll(".mark-symbol.role-mark path")].map(dot => dot.__data__.datum).filter(dot => dot.kept);
     dots.sort((p, q) => p.gib - q.gib || p.s - q.s); // as they stand in the figure
-    const at = dots.findIndex(dot => dot.id === view.signal("plan_id"));
-    if (dots.length) set("plan_id", dots[(Math.max(at, 0) + by + dots.length) % dots.length].id);
+    const at = dots.findIndex(dot => dot.key === view.signal("plan_key"));
+    if (dots.length) set("plan_key", dots[(Math.max(at, 0) + by + dots.length) % dots.length].key);
   };
   const look = (nearer, further) => () => { // a part of the schedule: `nearer` times as long, moved by `further` times its length
-    const { whole } = view.data("plans").find(({ id }) => id === view.signal("plan_id"));
+    const { whole } = view.data("plans").find(({ key }) => key === view.signal("plan_key"));
+    if (!whole) return; // a plan without its schedule
     const [from, to] = view.signal("zoom_start") || [0, whole];
     const middle = (from + to) / 2 + further * (to - from), half = nearer * (to - from) / 2;
     set("zoom_start", nearer ? [middle - half, middle + half] : null);
@@ -70,7 +71,7 @@ async function draw(figure, labels = LABELS) {
   for (const [part, values] of Object.entries(config(width))) looks[part] = { ...looks[part], ...values };
   const options = { ast: true, actions: false, renderer: "svg", tooltip: { theme: dark.matches ? "dark" : "light" }, mode: "vega-lite" };
   // what a reader has picked stays where a window changes or a phone turns
-  const held = (spec.params || []).filter(({ bind }) => bind).map(({ name, select }) => select ? `${name}_id` : name);
+  const held = (spec.params || []).filter(({ bind }) => bind).map(({ name, select }) => select ? `${name}_key` : name);
   const kept = figure.view?.getState({ signals: name => held.includes(name) }).signals ?? {};
   figure.classList.add("drawn");
   try {
