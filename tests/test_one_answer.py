@@ -269,7 +269,7 @@ def test_a_plan_keeps_the_constants_that_predicted_it(
     """
     monkeypatch.chdir(tmp_path)
     plan, study = PLANS["this machine"], Study.create("uni")
-    slow = dataclasses.replace(default(plan.cluster), matmul=0.45)
+    slow = dataclasses.replace(default(plan.cluster), pace=1.5)
     path = study.save("calibration.json", to_json(slow), "04_analyze")
     measured = calibration_for(plan.cluster, "uni")
     expected = predict(plan, measured).sec_per_it

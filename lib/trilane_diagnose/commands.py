@@ -9,7 +9,6 @@ from trilane.config.plan import read_plan
 from trilane.utils.validation import require, require_known
 from trilane.workspace import rank_grid
 from trilane.workspace.heartbeat import read_beats
-from trilane.workspace.phase_times import read_phase_times
 from trilane.workspace.status import known_status
 from trilane_diagnose import bisection, rehearsal
 from trilane_diagnose import capture as stacks
@@ -17,6 +16,7 @@ from trilane_diagnose.hang import diagnose_hang
 from trilane_diagnose.incident import read_incident
 from trilane_diagnose.restart import compare_restart
 from trilane_diagnose.stacks import last_calls
+from trilane_diagnose.phase_times import read_phase_times
 from trilane_diagnose.stragglers import find_stragglers
 
 GROUP = Group("debug", help="Find the cause of a hang, a slow node, a loss spike after a restart.")

@@ -2,6 +2,7 @@
 
 import json
 import math
+import platform
 import resource
 import sys
 from collections.abc import Sequence
@@ -15,7 +16,6 @@ import torch
 from trilane.config.batch_rampup import Batch
 from trilane.config.plan import Plan
 from trilane.utils.files import Appended, replace_text
-from trilane.workspace import phase_times
 from trilane_engine import heartbeat
 from trilane_engine.backends.base import Step
 from trilane_engine.phases import Timers, timing_line
@@ -106,7 +106,8 @@ class TrainingLog:
         seconds: dict[str, float] = {}
         if is_due and self._run.timers and self._timers:
             seconds = self._timers.taken()
-            self._phases.write(phase_times.line(number, seconds))
+            values = {"iteration": number, "host": platform.node(), "seconds": seconds}
+            self._phases.write(json.dumps(values).encode() + b"\n")
         if self._writes:
             self._steps.write(json.dumps(line).encode() + b"\n")
             if is_due:

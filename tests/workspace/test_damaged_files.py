@@ -22,12 +22,13 @@ from trilane.costmodel.shipped import calibration_for
 from trilane.launch.outcome import judge
 from trilane.slurm import attempt, client, jobs
 from trilane.utils.validation import shipped_json
-from trilane.workspace import checkpoints, ledger, phase_times
+from trilane.workspace import checkpoints, ledger
 from trilane.workspace import run as run_module
 from trilane.workspace.heartbeat import Heartbeat, NodeReport, read_beats
 from trilane.workspace.study import Study, load_cluster
 from trilane_diagnose import nodes
 from trilane_diagnose.capture import write_topology
+from trilane_diagnose.phase_times import read_phase_times
 
 JOB = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n1"}
 LINE = (
@@ -170,7 +171,7 @@ FILES: dict[str, tuple[Reader, ...]] = {
     ),
     RUN + "ranks/0.phases": (
         cli("debug", "stragglers", "{}/runs/r"),
-        lambda study: phase_times.read_phase_times(study / "runs/r"),
+        lambda study: read_phase_times(study / "runs/r"),
     ),
     RUN + "ranks/failures.json": (END,),
     RUN + "checkpoints/latest": (

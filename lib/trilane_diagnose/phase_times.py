@@ -2,9 +2,6 @@
 run.timers.
 """
 
-import json
-import platform
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,12 +9,6 @@ from trilane.utils.files import json_lines, read_text
 from trilane.utils.validation import require, require_folder
 from trilane.workspace import rank_grid
 from trilane.workspace.rank_grid import Grid
-
-
-def line(iteration: int, seconds: Mapping[str, float]) -> bytes:
-    """A rank's line: its seconds per iteration since its last line, and its host."""
-    values = {"iteration": iteration, "host": platform.node(), "seconds": seconds}
-    return json.dumps(values).encode() + b"\n"
 
 
 def read_phase_times(
