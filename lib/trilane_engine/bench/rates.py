@@ -143,12 +143,12 @@ def all_reduce(
     work = torch.zeros(0 if is_card else 512, 512, device=device)
     seconds: dict[bool, list[float]] = {True: [], False: []}
     for tensor, count in ((large, calls), (small, 5 * calls)):
+        reduce = functools.partial(dist.all_reduce, tensor, group=group)
         # after as many to warm up: gloo's first calls are slow
         for _ in range(2 * count):
             if tensor is small:
                 torch.mm(work, work.t())
-            once = once_s(lambda tensor=tensor: dist.all_reduce(tensor, group=group), device)
-            seconds[tensor is large].append(once)
+            seconds[tensor is large].append(once_s(reduce, device))
     rate = 2 * (n - 1) / n * large.nbytes / statistics.median(seconds[True][calls:])
     middle = statistics.median if is_card else statistics.mean
     return rate, middle(seconds[False][5 * calls :])
