@@ -1,9 +1,6 @@
-"""The space of a search and its front, at sizes that can be listed by hand."""
-
-import numpy as np
+"""The space of a search, at sizes that can be listed by hand."""
 
 from trilane.config.model import parse_shape
-from trilane.planning.search import front_of
 from trilane.planning.space import Space
 
 
@@ -27,14 +24,3 @@ def test_blocks_of_recomputed_layers_are_no_whole_stage() -> None:
     assert {p["recompute"] for p in pinned.points(shape.num_layers // 4, False, True, False)} == {
         "block"
     }
-
-
-def test_the_front_holds_what_nothing_beats_and_of_equals_one() -> None:
-    """(seconds, memory): 2 is as small as 1 and slower, 4 is as fast as 3 and larger, 5
-    repeats 3.
-    """
-    seconds, memory = (
-        np.array([1.0, 2.0, 3.0, 3.0, 3.0, 9.0]),
-        np.array([9.0, 9.0, 5.0, 6.0, 5.0, 1.0]),
-    )
-    assert front_of(seconds, memory).tolist() in ([0, 2, 5], [0, 4, 5])

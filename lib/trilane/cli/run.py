@@ -46,7 +46,7 @@ def run(
         chosen = notebooks.notebook_names()
     elif notebook == "all":
         chosen, given = notebooks.notebooks_of_all(given)
-        others = [name for name in notebooks.notebook_names() if name not in chosen]
+        others = sorted({*notebooks.notebook_names()} - {*chosen})
         note([f"left out: {', '.join(others)} (each runs by its name)"])
     # every parameter is checked before a folder is made
     values = notebooks.distribute(chosen, given)

@@ -201,10 +201,9 @@ def all_reduce_seconds(setting: Setting) -> Number:
     outside = np.minimum(inside, cluster.network_bytes_per_s / groups * c.network)
     leaves = (node % t != 0) & (x.gpus > node)
     rate = np.where(leaves, outside, inside) / slowdown(setting)
-    hop = cluster.latency_s
+    wait = (t - 1) / 7 * c.skew_s + (t - 1) * cluster.latency_s
     if cluster.gpu.kind == "cpu":  # where a process waits for its core at each of the two halves
-        hop = hop * (1 + x.sequence_parallel)
-    wait = (t - 1) / 7 * c.skew_s + (t - 1) * hop * slowdown(setting)
+        wait = wait * slowdown(setting) * (1 + x.sequence_parallel)
     return 2 * (t - 1) / t * x.tokens * x.hidden * x.value_bytes / rate + wait
 
 

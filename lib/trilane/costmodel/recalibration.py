@@ -98,16 +98,16 @@ class Recalibration(Table):
 
     @property
     def headline(self) -> str:
-        """How wrong the seconds were that had been predicted; empty where no row counts."""
-        if not self:
-            return ""
+        """How wrong the seconds were that had been predicted; KeyError where no row counts."""
         outside = 0
         for case, seconds in zip(self.cases, self._seconds, strict=True):
             before = predict_case(case, self.prior)
             outside += not before.sec_lo <= seconds <= before.sec_hi
-        words = f"Predicted seconds were wrong by {self.errors()['before']['median']:.0%} at the "
-        words += "median; "
-        return words + f"{outside} of {len(self.rows)} runs lay outside the 90 % interval."
+        wrong = self.errors()["before"]["median"]
+        return (
+            f"Predicted seconds were wrong by {wrong:.0%} at the median; {outside} of "
+            f"{len(self.rows)} runs lay outside the 90 % interval."
+        )
 
     def summary(self) -> str:
         """How many rows count and why others do not, and the errors before and after, a

@@ -43,11 +43,11 @@ def default(cluster: Cluster, stack: str = "") -> Calibration:
         # 0.7 ms a layer, where one torch operation takes 1.8 microseconds (Megatron-Core 0.16, one
         # core, a tiny layer), and no fused kernels. What is sent takes the cores from what it could
         # hide under. The interval held 19 of 20 runs of five demos on two cores.
+        launch = 400 * cluster.launch_overhead_s
         bound = BOUNDS["launch_s"]
-        launch = float(np.clip(400 * cluster.launch_overhead_s, bound.low, bound.high))
         return Calibration(
             matmul=0.98,
-            launch_s=launch,
+            launch_s=min(max(launch, bound.low), bound.high),
             passes=1.5,
             exposed=1.0,
             overlap=0.0,

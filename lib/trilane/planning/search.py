@@ -51,18 +51,9 @@ class Row(NamedTuple):
     topology: tuple[ParallelSizes, Point, float, float]  # with mbs and gbs
 
 
-def front_of(seconds: np.ndarray, memory: np.ndarray) -> np.ndarray:
-    """Rows that no other row beats in both seconds and memory, the fastest first."""
-    order = np.lexsort((memory, seconds))
-    lowest = np.minimum.accumulate(memory[order])
-    is_lower = np.ones(len(order), bool)
-    is_lower[1:] = memory[order][1:] < lowest[:-1]
-    return order[is_lower]
-
-
 class _Search:
-    """One pass over a space: the best `top` of the safe and of the risky, and the Pareto front,
-    kept on the way.
+    """One pass over a space: the best `top` of the safe and of the risky, and the fastest of each
+    kind, kept on the way.
     """
 
     def __init__(
@@ -84,7 +75,6 @@ class _Search:
         self.distinct = distinct and len({*space.sizes()}) > 1
         self.safe = list[Row]()
         self.risky = list[Row]()
-        self.front = list[Row]()
         # the fastest of each tp x pp x dp, ZeRO stage and recomputation, and of those at risk
         self.fastest = dict[Any, Row]()
         self.columns = columns_of(shape, space.fixed, space.engine)
@@ -199,9 +189,6 @@ class _Search:
         is_risky = probability[fits] > SAFE
         self.safe = merged(self.safe, ~is_risky)
         self.risky = merged(self.risky, is_risky)
-        # what a row of another block beats leaves at the end, in pareto()
-        safe = np.flatnonzero(~is_risky)
-        self.front += rows(safe[front_of(seconds[safe], memory[safe])])
         c = columns
         kinds = np.stack(np.broadcast_arrays(c.tp, c.pp, c.dp, c.zero, c.recompute, is_risky))
         order = np.argsort(seconds, kind="stable")
@@ -231,7 +218,6 @@ class _Search:
             risky=tuple(self.candidates(self.risky)),
             runnable=self.runnable,
             refused_by_rule={rule: count for rule, count in self.refused.most_common() if count},
-            front=self.pareto,
             kinds=self.kinds,
             find_cure=self.cure,
         )
@@ -251,11 +237,6 @@ class _Search:
                         return f"--gpus {gpus} --gbs {gbs} and no pins"
             gpus *= 2
         return ""
-
-    def pareto(self) -> list[Candidate]:
-        seconds = np.array([row.seconds for row in self.front])
-        memory = np.array([row.memory for row in self.front])
-        return self.candidates(self.front[i] for i in front_of(seconds, memory))
 
     def kinds(self) -> list[Candidate]:
         return self.candidates(sorted(self.fastest.values(), key=lambda row: row.seconds))
@@ -288,7 +269,7 @@ def search_space(
     top: int = 200,
     distinct: bool = False,
 ) -> SearchResult:
-    """Predict every topology of a space: the `top` fastest, and the Pareto front."""
+    """Predict every topology of a space: the `top` fastest, and those of each kind."""
     require_integer("top", top, 1)
     cluster.gpu.flops_per_s(space.fixed.precision)
     known = calibration or calibration_for(cluster)
@@ -336,12 +317,6 @@ def _merged(results: Sequence[SearchResult], top: int, distinct: bool) -> Search
         rows = sorted(chain(*parts), key=lambda c: c.prediction.sec_per_it)
         return tuple((first_per_sizes(rows, sizes_of) if distinct else rows)[:top])
 
-    def front() -> list[Candidate]:
-        plans = [*chain(*[result.pareto for result in results])]
-        seconds = np.array([c.prediction.sec_per_it for c in plans])
-        memory = np.array([c.prediction.memory_bytes for c in plans])
-        return [plans[i] for i in front_of(seconds, memory)]
-
     refused = Counter[str]()
     for result in results:
         refused.update(result.refused_by_rule)
@@ -351,7 +326,6 @@ def _merged(results: Sequence[SearchResult], top: int, distinct: bool) -> Search
         risky=ranked([result.risky for result in results]),
         runnable=sum(result.runnable for result in results),
         refused_by_rule=dict(refused.most_common()),
-        front=front,
         kinds=lambda: [*chain(*[result.kinds() for result in results])],
         find_cure=results[0].find_cure,
     )

@@ -4,7 +4,6 @@ refused.
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any
 
 from trilane.config.parallelism import HasTopology, Topology
@@ -152,9 +151,8 @@ class SearchResult(Candidates):
 
     rows         run out of memory with SAFE probability at most; `risky` ones more often:
                  listed apart, best first too
-    front        makes `pareto`, each of whose plans takes a full prediction
     kinds        makes the fastest plan of each tp x pp x dp, ZeRO stage and recomputation, and of
-                 those that are risky
+                 those that are risky; each takes a full prediction
     find_cure    looks for GPUs and a batch on which a topology runs, as options
     """
 
@@ -162,16 +160,8 @@ class SearchResult(Candidates):
     risky: tuple[Candidate, ...]
     runnable: int
     refused_by_rule: dict[str, int]
-    front: Callable[[], list[Candidate]] = field(repr=False, compare=False)
     kinds: Callable[[], list[Candidate]] = field(repr=False, compare=False)
     find_cure: Callable[[], str] = field(repr=False, compare=False)
-
-    @cached_property
-    def pareto(self) -> tuple[Candidate, ...]:
-        """What no other plan beats in both seconds and memory, the risky left out; the fastest
-        first.
-        """
-        return tuple(self.front())
 
     @property
     def evaluated(self) -> int:

@@ -73,7 +73,9 @@ def notebooks_of_all(given: Mapping[str, object]) -> tuple[list[str], dict[str, 
     """
     if given.get("cluster", "local") == "local":
         return [*HERE], {**given}
-    names = [name for name in ELSEWHERE if name != "01_sizing" or "shape" not in given]
+    names = [*ELSEWHERE]
+    if "shape" in given:
+        names.remove("01_sizing")
     return names, {"train": False, **given}
 
 

@@ -25,7 +25,7 @@ FIRST = ("engine", "gpus", "tp", "pp", "mbs", "zero", "recompute", "interleaving
 # For JupyterLab: a style by which refused choices are grey; a script that asks for the figure once
 # its controls are on the page, as Vega looks for them there, and lets ipywidgets hear, by events
 # that bubble, what Vega does to them; a transparent pixel
-PAGE: dict[str, str] = shipped_json("report/widgets")
+PAGE = shipped_json("report/widgets")
 
 
 def explore(

@@ -20,7 +20,7 @@ from trilane.slurm.preflight import check_job, refused
 from trilane.slurm.sites import JobRequest, Site
 from trilane.utils.folder_lock import FolderLock
 from trilane.utils.progress import progress
-from trilane.utils.tables import Columns, DataFrame, Html, Table, Text
+from trilane.utils.tables import Columns, DataFrame, Table, Text
 from trilane.utils.validation import read_json, require
 from trilane.workspace.installation import outputs_root
 from trilane.workspace.run import Run, put_aside
@@ -30,11 +30,10 @@ from trilane.workspace.study import Study
 
 @dataclass(frozen=True, kw_only=True)
 class StudyRun:
-    """A run, why its plan was chosen, and the files by name that were rendered for it."""
+    """A run, and why its plan was chosen."""
 
     run: Run
     reason: str
-    files: dict[str, str]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,12 +60,6 @@ class StudyRuns(Table):
         frame["sec_per_it"] = [predict(plan).sec_per_it for plan in plans.values()]
         frame["why"] = [row.reason for row in self.rows]
         return frame
-
-    def files(self) -> Html:
-        """The files of the first run folder."""
-        template = "<details><summary>{}</summary><pre>{}</pre></details>"
-        parts = [Html.of(template, name, text) for name, text in self.rows[0].files.items()]
-        return Html.joined("", parts)
 
     @cached_property
     def findings(self) -> dict[str, list[JobFinding]]:
@@ -172,7 +165,7 @@ def prepare_runs(
         plan = _trained(before, engine or before.engine, data, lr, Limits(**run))
         files = script.files(plan, of_script, request)
         folder, _ = study.run_folder(plan, files, jobs.active_jobs)
-        rows.append(StudyRun(run=Run(folder), reason=reason, files=files))
+        rows.append(StudyRun(run=Run(folder), reason=reason))
     return StudyRuns(study=study, site=where, request=request, rows=tuple(rows))
 
 

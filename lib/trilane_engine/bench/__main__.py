@@ -131,11 +131,11 @@ def measured(world: Any, context: float, name: str, processes: int) -> Cluster:
             cores |= numbers
     if world.device.type != "cuda":  # as if each had a core: a plan's processes share them anew
         crowd = max(of_host / len(cores), 1.0)
-        facts["launch_overhead_s"] /= crowd
-        facts["latency_s"] /= crowd
         for field in facts:
             if field.endswith("_per_s"):
                 facts[field] *= crowd
+            elif field.endswith("_s"):
+                facts[field] /= crowd
     facts |= {"cores_per_node": len(cores), "gpus_per_node": processes or of_host}
     facts["max_nodes"] = len(set(hosts))
     source = f"measured on {hosts[0]} by `trilane measure machine` at {date.today().isoformat()}"

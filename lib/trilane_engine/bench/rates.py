@@ -137,21 +137,23 @@ def all_reduce(
     which NCCL uses for small messages.
     """
     is_card = device.type == "cuda"
+    work = torch.zeros(0 if is_card else 512, 512, device=device)
+
     # a small GPT's gradient bucket on a CPU, enough to fill NVLink on a GPU
     large = torch.zeros(2**26 if is_card else 2**20, device=device)
-    small = torch.zeros(1, device=device)
-    work = torch.zeros(0 if is_card else 512, 512, device=device)
-    seconds: dict[bool, list[float]] = {True: [], False: []}
-    for tensor, count in ((large, calls), (small, 5 * calls)):
-        reduce = functools.partial(dist.all_reduce, tensor, group=group)
+
+    def seconds(tensor: torch.Tensor, calls: int) -> list[float]:
+        every = []
         # after as many to warm up: gloo's first calls are slow
-        for _ in range(2 * count):
-            if tensor is small:
+        for _ in range(2 * calls):
+            if tensor is not large:
                 torch.mm(work, work.t())
-            seconds[tensor is large].append(once_s(reduce, device))
-    rate = 2 * (n - 1) / n * large.nbytes / statistics.median(seconds[True][calls:])
+            every.append(once_s(lambda: dist.all_reduce(tensor, group=group), device))
+        return every[calls:]
+
+    rate = 2 * (n - 1) / n * large.nbytes / statistics.median(seconds(large, calls))
     middle = statistics.median if is_card else statistics.mean
-    return rate, middle(seconds[False][5 * calls :])
+    return rate, middle(seconds(large[:1], 5 * calls))
 
 
 def of_rank(world: World) -> dict[str, float]:

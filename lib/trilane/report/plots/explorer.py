@@ -19,16 +19,16 @@ from trilane.costmodel.pipeline import PipelineSchedule, pipeline_schedule
 from trilane.costmodel.predict import SAFE
 from trilane.forecasting.request import TOKENS_PER_PARAMETER
 from trilane.planning.search_result import Candidate, SearchResult
-from trilane.report.plots.style import COLORS, MIME, VERSION, plain
+from trilane.report.plots.style import MIME, VERSION, plain
 from trilane.utils.numbers import amount, chance, size_text, with_bounds
 from trilane.utils.tables import as_json, grouped
 from trilane.utils.validation import shipped_json
 
 # probability of running out of memory
 RISKS = (f"up to {SAFE:.0%}", f"above {SAFE:.0%}")
-BEST, FRONT, RISKIEST = 24, 10, 6  # about how many plans stand first
 PLANS = ("plan", "a", "b")  # the parameters that are plans
-WHOLE = 24  # how many of them have their schedule: of an interleaved one it takes 30 kB
+# so many plans stand first, and have their schedule: of an interleaved one it takes 30 kB
+WHOLE = 24
 # A run of passes on a stage: its first microbatch, how many, and seconds of the first start, a
 # pass, and between starts
 RUN = ("on", "kind", "chunk", "first", "count", "start", "length", "step")
@@ -43,11 +43,7 @@ class Interactive:
     """
 
     def __init__(self, spec: Mapping[str, Any], text: str, **data: Sequence[Mapping[str, Any]]):
-        config = shipped_json("report/figures")["config"]
-        config = {**config, "range": {"category": list(COLORS)}, **spec.get("config", {})}
-        filled = {**spec, "config": config, "description": text, "datasets": data}
-        self.spec: dict[str, Any] = as_json(filled)
-        self.text = text
+        self.spec: dict[str, Any] = as_json({**spec, "description": text, "datasets": data})
 
     def bound(self, rows: Sequence[Row], elements: Mapping[str, str]) -> dict[str, Any]:
         """The specification with other plans, whose parameters are the values of elements of the
@@ -82,7 +78,7 @@ class Interactive:
         return {
             MIME: self.spec,
             "image/png": base64.b64encode(self.png).decode(),
-            "text/plain": self.text,
+            "text/plain": self.spec["description"],
         }
 
 
@@ -96,8 +92,12 @@ def explorer(plans: Sequence[Candidate], tokens: float = 0.0) -> Interactive:
     rows = [plan_row(c, tokens, number < WHOLE) for number, c in enumerate(plans)]
     names = [row["key"] for row in rows]
     frugal = min(rows, key=lambda row: (row["risk"] != RISKS[0], row["gib"]))
-    values: dict[str, Any] = {"a": names[:2][-1], "b": frugal["key"]}
-    values |= {"plan": [{"key": names[0]}], "numbers": [*numbers_of(plans[0], tokens)]}
+    values = {
+        "plan": [{"key": names[0]}],
+        "a": names[:2][-1],
+        "b": frugal["key"],
+        "numbers": [*numbers_of(plans[0], tokens)],
+    }
     spec = copy.deepcopy(shipped_json("report/explorer"))
     for param in spec["params"]:
         name = param["name"]
@@ -116,16 +116,11 @@ def explorer(plans: Sequence[Candidate], tokens: float = 0.0) -> Interactive:
 
 
 def shown_plans(found: SearchResult) -> list[Candidate]:
-    """The plans of a search that its explorer shows, each once: the best of each TP x PP x DP and
-    the front of speed and memory, then what risks the memory, then of each TP x PP x DP the fastest
-    by ZeRO stage, recomputation and risk. Raises ValueError where no plan is safe.
+    """The plans of a search that its explorer shows, each once: the best of each TP x PP x DP, then
+    of each the fastest by ZeRO stage, recomputation and risk. Raises ValueError where no plan is
+    safe.
     """
-    best = found.best(BEST).rows
-    front = found.pareto  # of thousands it is thinned evenly: its fastest and smallest plan stay
-    thinned = [*front[:: len(front) // FRONT + 1], *front[-1:]]
-    first = [*best, *thinned, *found.risky[:RISKIEST]]
-    first.sort(key=lambda c: (c.prediction.is_risky, c.prediction.sec_per_it))
-    return [*{c.plan.id: c for c in [*first, *found.kinds()]}.values()]
+    return [*{c.plan.id: c for c in [*found.best(WHOLE), *found.kinds()]}.values()]
 
 
 def plan_row(c: Candidate, tokens: float = 0.0, is_whole: bool = True) -> Row:
