@@ -42,7 +42,7 @@ ORDER = tuple(
 BESIDE = ("trilane_engine", "trilane_diagnose")
 # What is counted: the aim, and what stands today.
 TOKENS = {
-    "trilane": (128_000, 136_200),
+    "trilane": (128_000, 135_700),
     "trilane_engine": (55_000, 55_000),
     "trilane_diagnose": (32_000, 32_000),
     "tests": (140_000, 140_000),
