@@ -302,9 +302,9 @@ def search(
     cluster = load_cluster(cluster)
     known = calibration_for(cluster, calibration or "")
     if engine == ANY:
-        asked: dict[str, Any] = {"gpus": gpus, "gbs": gbs, "calibration": known, **choices}
-        asked |= {"top": top, "distinct": distinct}
-        results = [search(shape, cluster, engine=one, **asked) for one in ENGINES]
+        choices |= {"gpus": gpus, "gbs": gbs, "calibration": known}
+        choices |= {"top": top, "distinct": distinct}
+        results = [search(shape, cluster, engine=one, **choices) for one in ENGINES]
         return _merged(results, top, distinct)
     space = space_for(shape, cluster, gpus=gpus, gbs=gbs, engine=engine, **choices)
     return search_space(shape, cluster, space, known, top, distinct)

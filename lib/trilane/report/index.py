@@ -58,7 +58,7 @@ def _notebook_row(path: Path) -> list[object]:
     status = "damaged"
     answer = ""
     day = ""
-    picture = Html("")
+    picture = ""
     try:
         notebook = read_notebook(path)
         status = state(notebook)

@@ -27,7 +27,7 @@ from trilane.utils.progress import BATCH
 from trilane.utils.validation import require, require_known
 from trilane.workspace.installation import outputs_root, shipped, stamp
 from trilane.workspace.run import write_text
-from trilane.workspace.study import Study
+from trilane.workspace.study import Study, load_cluster
 
 # The notebooks of `all`, in order: of this machine, which trains, and of another cluster
 HERE = ("01_sizing", "02_topology", "03_launch", "04_analyze")
@@ -69,12 +69,14 @@ def typed(field: str, given: object, kind: str) -> Any:
 
 def notebooks_of_all(given: Mapping[str, object]) -> tuple[list[str], dict[str, object]]:
     """The notebooks of `all` where the parameters `given` ask for this machine or another cluster,
-    for which 03 only writes run folders; and all their parameters.
+    for which 03 only writes run folders; and all their parameters. ValueError for an unknown one.
     """
-    if given.get("cluster", "local") == "local":
+    cluster = given.get("cluster", "local")
+    if cluster == "local":
         return [*HERE], {**given}
+    load_cluster(str(cluster))
     names = [*ELSEWHERE]
-    if "shape" in given:
+    if {"shape", "gpus", "gbs"} <= given.keys():
         names.remove("01_sizing")
     return names, {"train": False, **given}
 

@@ -25,21 +25,19 @@ def of_device(device: torch.device) -> dict[str, float]:
     """Fields of Cluster: of a card peaks, of which a plan gets a share, else of one thread; 0 for a
     precision without units, so that no plan may choose it.
     """
-    if device.type != "cuda":
+    share = 1.0
+    if device.type == "cuda":
+        share = Constants.matmul
+    else:
         torch.set_num_threads(1)
-    types = matmul_types(device)
-    rates = {}
-    for name in ("fp32", "fp16", "bf16", "fp8"):
-        rates[f"gpu.{name}_flops_per_s"] = 0.0
-        if name in types:
-            rates[f"gpu.{name}_flops_per_s"] = matmul_flops_per_s(device, types[name])
+    rates = {"gpu.fp16_flops_per_s": 0.0, "gpu.bf16_flops_per_s": 0.0, "gpu.fp8_flops_per_s": 0.0}
+    for name, kind in matmul_types(device).items():
+        rates[f"gpu.{name}_flops_per_s"] = matmul_flops_per_s(device, kind) / share
     copied = copy_bytes_per_s(device)
     rates |= {"gpu.memory_bytes_per_s": copied, "pcie_bytes_per_s": copied}
     if device.type == "cuda":
         rates["gpu.memory_bytes_per_s"] = copied / Constants.memory
         rates["pcie_bytes_per_s"] = host_to_device_bytes_per_s(device)
-        for name in types:
-            rates[f"gpu.{name}_flops_per_s"] /= Constants.matmul
     return {**rates, "launch_overhead_s": call_s(device)}
 
 
