@@ -90,7 +90,7 @@ def test_a_report_has_a_policy_no_script_and_only_outputs_that_are_shown(tmp_pat
 
 def test_a_report_runs_the_one_script_that_its_policy_names_by_hash(tmp_path: Path) -> None:
     look = {"x": {"field": "x", "type": "quantitative"}, "tooltip": {"field": "name"}}
-    dots = {"data": {"name": "dots"}, "mark": "point", "encoding": look}
+    dots = {"data": {"name": "dots"}, "mark": "point", "encoding": look, "config": {}}
     figure = Interactive(dots, "One dot.", dots=[{"x": 1, "name": HOSTILE[1]}])
     text = report(tmp_path, figure._repr_mimebundle_())
     scripts = re.findall(r"<script([^>]*)>(.*?)</script>", text, flags=re.DOTALL)

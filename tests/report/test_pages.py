@@ -267,6 +267,16 @@ def shown(figure: Any) -> list[str]:
 
 
 def test_keys_walk_all_plans_pin_two_and_zoom_the_schedule(explorer: Any, page: Any) -> None:
+    ticks = explorer.locator(".schedule_group .role-axis-label text")
+    whole = {*ticks.all_text_contents()}
+    explorer.locator("svg.marks").focus()
+    page.keyboard.press("+")
+    page.keyboard.press("+")
+    page.wait_for_timeout(300)  # it is drawn after the key
+    assert {*ticks.all_text_contents()} != whole
+    explorer.get_by_text("Whole", exact=True).click()
+    page.wait_for_timeout(300)
+    assert {*ticks.all_text_contents()} == whole
     explorer.locator("svg.marks").focus()
     seen = []
     for _ in range(explorer.locator(DOTS).count()):
@@ -282,13 +292,3 @@ def test_keys_walk_all_plans_pin_two_and_zoom_the_schedule(explorer: Any, page: 
     assert words.count(seen[-1]) == 1 and words.count(seen[-2]) == 2, (
         "their numbers stand side by side"
     )
-    ticks = explorer.locator(".schedule_group .role-axis-label text")
-    whole = {*ticks.all_text_contents()}
-    explorer.locator("svg.marks").focus()
-    page.keyboard.press("+")
-    page.keyboard.press("+")
-    page.wait_for_timeout(300)  # it is drawn after the key
-    assert {*ticks.all_text_contents()} != whole
-    explorer.get_by_text("Whole", exact=True).click()
-    page.wait_for_timeout(300)
-    assert {*ticks.all_text_contents()} == whole

@@ -46,8 +46,6 @@ def run(
         chosen = notebooks.notebook_names()
     elif notebook == "all":
         chosen, given = notebooks.notebooks_of_all(given)
-        others = sorted({*notebooks.notebook_names()} - {*chosen})
-        note([f"left out: {', '.join(others)} (each runs by its name)"])
     # every parameter is checked before a folder is made
     values = notebooks.distribute(chosen, given)
     if lab:
@@ -55,6 +53,8 @@ def run(
     where = Study.create(study, resume=resume or notebook != "all")
     try:
         if notebook == "all":
+            others = sorted({*notebooks.notebook_names()} - {*chosen})
+            note([f"left out: {', '.join(others)} (each runs by its name)"])
             report = notebooks.run_all(where, values)
         else:
             report = notebooks.run(notebook, where, **given)

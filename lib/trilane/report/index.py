@@ -14,7 +14,7 @@ from trilane.workspace.installation import stamp
 from trilane.workspace.status import known_status
 from trilane.workspace.study import Study
 
-PICTURE = '<img alt="" style="width:15rem;max-width:none" src="data:image/png;base64,{}">'
+PICTURE = '<img alt="its first figure" style="min-width:15rem" src="data:image/png;base64,{}">'
 
 
 def write_index(study: Study) -> Path:
