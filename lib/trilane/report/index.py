@@ -14,7 +14,7 @@ from trilane.workspace.installation import stamp
 from trilane.workspace.status import known_status
 from trilane.workspace.study import Study
 
-PICTURE = '<img alt="its first figure" style="min-width:15rem" src="data:image/png;base64,{}">'
+PICTURE = '<figure><img alt="figure" style="min-width:15rem" src="data:image/png;base64,{}"></figure>'
 
 
 def write_index(study: Study) -> Path:
