@@ -14,7 +14,7 @@ from trilane.workspace.installation import stamp
 from trilane.workspace.status import known_status
 from trilane.workspace.study import Study
 
-PICTURE = '<figure><img alt="figure" style="min-width:15rem" src="data:image/png;base64,{}"></figure>'
+PICTURE = '<img class="small" alt="its first figure" src="data:image/png;base64,{}">'
 
 
 def write_index(study: Study) -> Path:
