@@ -172,20 +172,20 @@ class Plan(Record, HasTopology):
 
             plan.replace(tp=8, cluster="jz-h100")
         """
-        gpus = changes.pop("gpus", self.gpus)
-        own = [f.name for f in fields(self)]
         sizes = vars(self.topology)
+        if not changes.keys() & {"dp", "topology"}:
+            gpus = changes.pop("gpus", self.gpus)
+            ranks = math.prod({**sizes, **changes}[name] for name in ("tp", "pp", "cp"))
+            is_whole = ranks > 0 and gpus % ranks == 0
+            require(is_whole, "tp x pp x cp", ranks, f"must divide the {gpus} GPUs; or give dp")
+            changes["dp"] = gpus // ranks
+        own = [f.name for f in fields(self)]
         for name in changes:
             require_known("plan", name, [*own, *sizes])
         if isinstance(changes.get("cluster"), str):
             changes |= {"cluster": cluster(changes["cluster"]), "calibration": None}
         of_plan = {name: value for name, value in changes.items() if name in own}
         of_topology = {name: value for name, value in changes.items() if name in sizes}
-        if not changes.keys() & {"dp", "topology"}:
-            ranks = math.prod({**sizes, **of_topology}[name] for name in ("tp", "pp", "cp"))
-            rule = f"tp x pp x cp must divide the {gpus} GPUs; or give dp, too"
-            require(ranks > 0 and gpus % ranks == 0, "plan", ranks, rule)
-            of_topology["dp"] = gpus // ranks
         topology = of_plan.pop("topology", self.topology)
         plan = replace(self, topology=replace(topology, **of_topology), **of_plan)
         if plan.id != self.id and "label" not in changes:

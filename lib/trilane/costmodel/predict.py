@@ -385,10 +385,11 @@ def predict_case(
     nearest = support(case, known, time.total)
     if width is None:
         width = known.half_width
-        if case.cluster.gpu.kind == "cuda":
-            if known.rows == 0:
-                # rows that did not move the constants may still have shown how far these miss
-                width = max(width, float(half_widths([case], known, known)[0]))
+        is_card = case.cluster.gpu.kind == "cuda"
+        if is_card and known.rows == 0:
+            # rows that did not move the constants may still have shown how far these miss
+            width = max(width, float(half_widths([case], known, known)[0]))
+        if is_card or known.own:  # no shipped row is near to a core
             width = math.hypot(width, nearest.widening)
     return Prediction(
         sec_per_it=time.total,

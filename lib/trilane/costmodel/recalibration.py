@@ -104,10 +104,8 @@ class Recalibration(Table):
             before = predict_case(case, self.prior)
             outside += not before.sec_lo <= seconds <= before.sec_hi
         wrong = self.errors()["before"]["median"]
-        return (
-            f"Predicted seconds were wrong by {wrong:.0%} at the median; {outside} of "
-            f"{len(self.rows)} runs lay outside the 90 % interval."
-        )
+        words = f"Predicted seconds were wrong by {wrong:.0%} at the median; {outside} of "
+        return f"{words}{len(self.rows)} runs lay outside the 90 % interval."
 
     def summary(self) -> str:
         """How many rows count and why others do not, and the errors before and after, a

@@ -42,7 +42,7 @@ def default(cluster: Cluster, stack: str = "") -> Calibration:
     if cluster.gpu.kind == "cpu":
         # 0.7 ms a layer, where one torch operation takes 1.8 microseconds (Megatron-Core 0.16, one
         # core, a tiny layer), and no fused kernels. What is sent takes the cores from what it could
-        # hide under. The interval held 19 of 20 runs of five demos on two cores.
+        # hide under. The interval held 15 of 20 runs of five demos on two shared cores.
         launch = 400 * cluster.launch_overhead_s
         bound = BOUNDS["launch_s"]
         return Calibration(

@@ -30,7 +30,7 @@ from trilane.workspace.run import write_text
 from trilane.workspace.study import Study, load_cluster
 
 # The notebooks of `all`, in order: of this machine, which trains, and of another cluster
-HERE = ("01_sizing", "02_topology", "03_launch", "04_analyze")
+HERE = ["01_sizing", "02_topology", "03_launch", "04_analyze"]
 ELSEWHERE = ("01_sizing", "02_topology", "03_launch", "07_calendar", "08_decision")
 
 
@@ -67,14 +67,14 @@ def typed(field: str, given: object, kind: str) -> Any:
     return value
 
 
-def notebooks_of_all(given: Mapping[str, object]) -> tuple[list[str], dict[str, object]]:
+def notebooks_of_all(given: Mapping[str, Any]) -> tuple[list[str], dict[str, Any]]:
     """The notebooks of `all` where the parameters `given` ask for this machine or another cluster,
     for which 03 only writes run folders; and all their parameters. ValueError for an unknown one.
     """
     cluster = given.get("cluster", "local")
     if cluster == "local":
-        return [*HERE], {**given}
-    load_cluster(str(cluster))
+        return HERE, {**given}
+    load_cluster(cluster)
     names = [*ELSEWHERE]
     if {"shape", "gpus", "gbs"} <= given.keys():
         names.remove("01_sizing")

@@ -53,8 +53,8 @@ def _start_ranks(path: Path) -> None:
     if not cards:
         own_device("fp32")  # raises where there is a GPU that torch cannot use
         # without a thread for each, torchrun warns; megatron-core warns of what no CPU has
-        os.environ |= {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
-        os.environ["PYTHONWARNINGS"] = "ignore"
+        os.environ |= {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+        os.environ["GLOO_SOCKET_IFNAME"] = "lo"
         processes = PROCESSES
     ranks = ["--standalone", f"--nproc-per-node={cards or RANKS}", "--module"]
     torchrun([*ranks, "trilane_engine.bench.__main__", str(path), str(processes)])
@@ -107,18 +107,16 @@ def measured(world: Any, context: float, name: str, processes: int) -> Cluster:
     hosts = gather_values(world, platform.node())
     of_host = hosts.count(hosts[world.rank])
     free = float(psutil.virtual_memory().available)
-    own = {"host_memory_bytes": free, "gpu.context_bytes": context}
-    own["gpu.memory_bytes"] = free / (processes or of_host)
+    own = {"host_memory_bytes": free, "gpu.memory_bytes": free / (processes or of_host)}
     if world.device.type == "cuda":
         own["gpu.memory_bytes"] = float(torch.cuda.get_device_properties(world.device).total_memory)
     world.barrier()  # so that all ranks of a host measure at once
     own |= of_device(world.device)
     own |= _links(world, hosts, processes)
     every = gather_values(world, own)
-    facts = {}
-    for field in every[0]:
+    facts = {"gpu.context_bytes": context}
+    for field in own:
         facts[field] = statistics.median(of_rank[field] for of_rank in every)
-    facts["gpu.context_bytes"] = max(of_rank["gpu.context_bytes"] for of_rank in every)
     # what no link could show: one rank, one host, or one rank a host
     node = facts.get("network_bytes_per_s", facts["pcie_bytes_per_s"])
     facts.setdefault("node_bytes_per_s", node)

@@ -25,19 +25,17 @@ def of_device(device: torch.device) -> dict[str, float]:
     """Fields of Cluster: of a card peaks, of which a plan gets a share, else of one thread; 0 for a
     precision without units, so that no plan may choose it.
     """
+    torch.set_num_threads(1)
+    copied = copy_bytes_per_s(device)
+    rates = {"gpu.memory_bytes_per_s": copied, "pcie_bytes_per_s": copied}
+    rates |= {"gpu.fp16_flops_per_s": 0.0, "gpu.bf16_flops_per_s": 0.0, "gpu.fp8_flops_per_s": 0.0}
     share = 1.0
     if device.type == "cuda":
         share = Constants.matmul
-    else:
-        torch.set_num_threads(1)
-    rates = {"gpu.fp16_flops_per_s": 0.0, "gpu.bf16_flops_per_s": 0.0, "gpu.fp8_flops_per_s": 0.0}
-    for name, kind in matmul_types(device).items():
-        rates[f"gpu.{name}_flops_per_s"] = matmul_flops_per_s(device, kind) / share
-    copied = copy_bytes_per_s(device)
-    rates |= {"gpu.memory_bytes_per_s": copied, "pcie_bytes_per_s": copied}
-    if device.type == "cuda":
         rates["gpu.memory_bytes_per_s"] = copied / Constants.memory
         rates["pcie_bytes_per_s"] = host_to_device_bytes_per_s(device)
+    for name, kind in matmul_types(device).items():
+        rates[f"gpu.{name}_flops_per_s"] = matmul_flops_per_s(device, kind) / share
     return {**rates, "launch_overhead_s": call_s(device)}
 
 
@@ -53,19 +51,15 @@ def matmul_types(device: torch.device) -> dict[str, torch.dtype]:
 
 
 def matmul_flops_per_s(device: torch.device, dtype: torch.dtype) -> float:
-    """FLOPs per second of the faster of two matmuls; on a core of all of them together."""
+    """FLOPs per second of the faster of two matmuls; on a core of all, equally large, together."""
     rates = []
-    flops = seconds = 0.0
     for m, k, n in CARD if device.type == "cuda" else CORE:
         a = torch.rand((m, k), device=device, dtype=dtype)
         b = torch.rand((k, n), device=device, dtype=dtype)
         out = torch.empty(m, n, device=device, dtype=dtype)
         multiply = functools.partial(torch.mm, a, b, out=out)
-        one = call_seconds(multiply, device)
-        flops += 2 * m * k * n
-        seconds += one
-        rates.append(2 * m * k * n / one)
-    return max(rates) if device.type == "cuda" else flops / seconds
+        rates.append(2 * m * k * n / call_seconds(multiply, device))
+    return max(rates) if device.type == "cuda" else statistics.harmonic_mean(rates)
 
 
 def copy_bytes_per_s(device: torch.device) -> float:
@@ -94,18 +88,23 @@ def call_s(device: torch.device) -> float:
         if device.type == "cuda":
             torch.cuda.synchronize(device)
 
-    return call_seconds(many, torch.device("cpu")) / 1000  # by the host's clock: the host launches
+    # by the host's clock: the host launches
+    return call_seconds(many, device, torch.device("cpu")) / 1000
 
 
-def call_seconds(work: Callable[[], Any], device: torch.device) -> float:
-    """Seconds of a call: of the fastest on a card, as disturbances only make one slower; on a core
-    their mean, as a rank of a training shares it with others that work.
+def call_seconds(
+    work: Callable[[], Any], device: torch.device, clock: torch.device | None = None
+) -> float:
+    """Seconds of a call by the device's clock, or another's: of the fastest on a card, as
+    disturbances only make one slower; on a core their mean, as a rank of a training shares it with
+    others that work.
     """
-    once_s(work, device)
+    clock = clock or device
+    once_s(work, clock)
     end = time.perf_counter() + BUDGET_S
     every = []
     while time.perf_counter() < end:
-        every.append(once_s(work, device))
+        every.append(once_s(work, clock))
     return min(every) if device.type == "cuda" else statistics.mean(every)
 
 

@@ -28,7 +28,7 @@ from trilane.utils.validation import shipped_json
 RISKS = (f"up to {SAFE:.0%}", f"above {SAFE:.0%}")
 PLANS = ("plan", "a", "b")  # the parameters that are plans
 # so many plans stand first, and have their schedule: of an interleaved one it takes 30 kB
-WHOLE = 24
+WHOLE = 12
 # A run of passes on a stage: its first microbatch, how many, and seconds of the first start, a
 # pass, and between starts
 RUN = ("on", "kind", "chunk", "first", "count", "start", "length", "step")
