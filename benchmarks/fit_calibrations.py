@@ -11,6 +11,7 @@ from dataclasses import replace
 from functools import partial
 from importlib import resources
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -34,14 +35,14 @@ def main() -> None:
         groups.setdefault(f"{cluster}/{row.stack}", []).append(row)
     fitted = {}
     for name, rows in groups.items():
-        cluster, _, stack = name.partition("/")
         timed = usable(rows)
-        prior = prior_of(cluster, stack)
+        prior = prior_of(rows[0].case.cluster, rows[0].stack)
         fitted[name] = fit_time([r.case for r in timed], [r.seconds for r in timed], prior)
     plain = {cluster: fitted[f"{cluster}/{stack}"] for cluster, stack in USUAL.items()}
     found = {**plain, **fitted}
-    text = json.dumps({name: to_json(c) for name, c in found.items()}, indent=1)
-    (DATA / "calibrations.json").write_text(text + "\n", encoding="utf-8")
+    lines = [f'"{name}": {json.dumps(_short(to_json(c)))}' for name, c in found.items()]
+    text = "{\n" + ",\n".join(lines) + "\n}\n"
+    (DATA / "calibrations.json").write_text(text, encoding="utf-8")
     for name, calibration in found.items():
         print(name, calibration)
     rows = [
@@ -57,6 +58,17 @@ def main() -> None:
     print(
         f"memory without each row's table: median {median:.2%}, 90th percentile {p90:.2%} of {len(unseen)} rows"
     )
+
+
+def _short(value: Any) -> Any:
+    """Numbers by their first six digits."""
+    if isinstance(value, float):
+        return float(f"{value:.6g}")
+    if isinstance(value, dict):
+        return {name: _short(each) for name, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_short(each) for each in value]
+    return value
 
 
 def memory_errors(rows: Sequence[MeasuredRow], constants: MemoryConstants) -> np.ndarray:

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from trilane.costmodel.backtest import compared, figures
-from trilane.costmodel.fit import fit_time, half_widths, refit
+from trilane.costmodel.fit import fit_time, refit
 from trilane.costmodel.measured_rows import MeasuredRow, every_row, usable
 from trilane.costmodel.memory import DEFAULT
 from trilane.costmodel.predict import Prediction, predict_case
@@ -52,7 +52,7 @@ def predict_foreign(rows: Sequence[MeasuredRow], known: int) -> list[Prediction]
         groups.setdefault((row.file, nodes_name(row.case.cluster.name), row.stack), []).append(row)
     found, fits = dict[str, Prediction](), {}
     for key, members in groups.items():
-        timed, prior = usable(members), prior_of(*key[1:])
+        timed, prior = usable(members), prior_of(members[0].case.cluster, key[2])
         fitted = fit_time([r.case for r in timed], [r.seconds for r in timed], prior)
         fits[key] = Fit.of(timed, fitted)
     for key, members in progress(list(groups.items()), "fits of other files", "group"):
@@ -68,9 +68,8 @@ def predict_foreign(rows: Sequence[MeasuredRow], known: int) -> list[Prediction]
             on = [own[i] for i in rng.permutation(len(own))[:known]] if known else []
             measured = [r.case for r in on], [r.seconds for r in on]
             calibration = refit(*measured, prior).calibration if on else prior
-            widths = half_widths([r.case for r in test], calibration, prior, *measured)
-            for row, width in zip(test, widths.tolist(), strict=True):
-                found[row.row_id] = predict_case(row.case, calibration, DEFAULT, width)
+            for row in test:
+                found[row.row_id] = predict_case(row.case, calibration, DEFAULT)
     return [found[r.row_id] for r in rows]
 
 

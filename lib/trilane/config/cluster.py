@@ -20,7 +20,7 @@ from trilane.utils.validation import (
     require_line,
 )
 
-PRECISIONS = ("fp32", "fp16", "bf16", "fp8")
+PRECISIONS = ("fp32", "fp16", "bf16", "fp8", "fp4")
 # of a card's name, which tell no cards apart
 COMMON_WORD = r"NVIDIA|TESLA|GPU|SXM\d?|HBM\w*"
 
@@ -43,8 +43,8 @@ def _count(help: str, **facts: Any) -> Any:
 class Gpu:
     """One accelerator, or one process of a CPU machine (`kind` "cpu").
 
-    In fp8 only the linear layers' matmuls are of 8 bits; weights, activations and gradients are
-    kept in bf16.
+    In fp8 and fp4 only the linear layers' matmuls are of so few bits; weights, activations and
+    gradients are kept in bf16.
     """
 
     name: str = option(help="card and memory, such as A100-80GB")
@@ -64,6 +64,7 @@ class Gpu:
     compute_capability: tuple[int, ...] = option((0, 0), "of a CUDA card; from 8.0 on it has bf16")
     num_sms: int = option(1, "streaming multiprocessors", minimum=1, maximum=1_000_000)
     fp8_flops_per_s: float = _peak("fp8", 0.0)
+    fp4_flops_per_s: float = _peak("fp4", 0.0)
 
     def __post_init__(self) -> None:
         require_line("gpu.name", self.name)
@@ -104,6 +105,7 @@ class Cluster(Record):
         "what one ring of a collective can draw from the network, where it is less than its share",
         None,
     )
+    domain_gpus: int = option(0, "GPUs of an NVLink domain over nodes; 0: those of a node")
     write_bytes_per_s: float | None = _rate(
         "what a node writes of a checkpoint while all do: by the line of a save",
         None,
@@ -117,6 +119,21 @@ class Cluster(Record):
     def __post_init__(self) -> None:
         require_line("cluster.name", self.name)
         check(self, "cluster.")
+
+    def rules(self) -> Rules:
+        """Nodes are whole parts of a domain."""
+        rule = "must be a multiple of gpus_per_node"
+        yield self.domain_gpus % self.gpus_per_node == 0, "domain_gpus", rule
+
+    @property
+    def domain(self) -> int:
+        """GPUs that one bus joins: of a node, or of an NVLink domain over nodes."""
+        return self.domain_gpus or self.gpus_per_node
+
+    @property
+    def domain_bytes_per_s(self) -> float:
+        """What all nodes of a domain can send out of it."""
+        return self.network_bytes_per_s * self.domain / self.gpus_per_node
 
     def facts(self) -> Columns:
         """What its GPUs and its nodes can do, and where the numbers come from."""

@@ -65,10 +65,10 @@ def default_fp32_gradients(precision: str, offload: str = "none") -> bool:
     """bf16 sums its gradients in fp32: its 8 bits of mantissa lose what many microbatches add.
     Offload has no such sum.
 
-    DeepSpeed's BF16_Optimizer and Megatron-LM's --bf16 do so by default. With fp8 gradients are
-    those of bf16.
+    DeepSpeed's BF16_Optimizer and Megatron-LM's --bf16 do so by default. With fp8 and fp4
+    gradients are those of bf16.
     """
-    return precision in ("bf16", "fp8") and offload == "none"
+    return precision in ("bf16", "fp8", "fp4") and offload == "none"
 
 
 def sums_in_fp32(engine: str, topology: Topology) -> bool:
@@ -207,6 +207,7 @@ def _rules(engine: str, shape: ModelShape, t: Any) -> Rules:
     if engine == "hf-zero3":
         for holds, field, rule in nearest_family(shape).rules(shape):
             yield holds, field, f"trains models of transformers: {rule}"
+    yield t.precision != "fp4", "precision", "has no 4-bit products"
     by_layers = t.recompute != "operators"
     yield by_layers, "recompute", "recomputes whole layers, or attention's core"
     yield not t.offload_checkpoints, "offload_checkpoints", "keeps them on the card"

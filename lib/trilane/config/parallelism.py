@@ -113,7 +113,7 @@ class Topology(Record):
         label="hostinputs",
     )
     precision: str = _words(
-        "of weights and matrix products; in fp8 products alone, all else as in bf16", PRECISIONS
+        "of weights and matrix products; in fp8 and fp4 products alone, else as in bf16", PRECISIONS
     )
     fp32_gradients: bool = option(
         False, "sum 16-bit gradients in fp32; engine megatron always does"
@@ -285,7 +285,7 @@ def cluster_rules(t: Any, cluster: Cluster) -> Rules:
     Megatron-LM/README.md). A plan may break this rule, where somebody measures what that costs.
     """
     yield t.gpus <= cluster.max_gpus, "gpus", "must not exceed the cluster"
-    node = cluster.gpus_per_node
-    is_fast = 2 * cluster.network_bytes_per_s >= cluster.node_bytes_per_s
+    node = cluster.domain
+    is_fast = 2 * cluster.domain_bytes_per_s >= cluster.node_bytes_per_s
     fits = node % t.tp == 0 or t.gpus <= node or (is_fast and t.tp % node == 0)
     yield fits, "tp", "a tensor-parallel group must stay inside a node"

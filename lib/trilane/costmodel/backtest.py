@@ -3,12 +3,11 @@ them; errors.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from trilane.costmodel.calibration import Calibration
 from trilane.costmodel.fit import fit_time
 from trilane.costmodel.measured_rows import (
     FILES,
@@ -19,9 +18,9 @@ from trilane.costmodel.measured_rows import (
     shipped_rows,
     usable,
 )
-from trilane.costmodel.memory import DEFAULT, memory_for
-from trilane.costmodel.predict import Prediction, predict_case
-from trilane.costmodel.shipped import calibration_for, default, prior_of
+from trilane.costmodel.memory import DEFAULT
+from trilane.costmodel.predict import Prediction, predict_case, predict_rows
+from trilane.costmodel.shipped import prior_of
 from trilane.utils.progress import progress
 from trilane.utils.tables import DataFrame, Table, Text, as_json, grouped
 from trilane.utils.validation import require, require_known
@@ -129,26 +128,6 @@ def ranking_figures(timed: DataFrame) -> dict[str, Any]:
     }
 
 
-def predict_default(rows: Sequence[MeasuredRow], calibration: str = "") -> list[Prediction]:
-    """Predict every row by `calibration` (see calibration_for), else by what ships for its cluster
-    and stack.
-    """
-    constants = dict[tuple[str, str], Calibration]()
-    predictions = []
-    for row in rows:
-        cluster = row.case.cluster
-        key = (cluster.name, row.stack)
-        if key not in constants:
-            if calibration:
-                constants[key] = calibration_for(cluster, calibration)
-            else:
-                constants[key] = default(cluster, row.stack)
-        known = constants[key]
-        memory = memory_for(replace(known, stack=row.stack), row.case.engine, cluster)
-        predictions.append(predict_case(row.case, known, memory))
-    return predictions
-
-
 @dataclass(frozen=True, kw_only=True)
 class Backtest(Table):
     """Measured rows with their predictions (`runs`, see compared()), and the rows that could not be
@@ -246,7 +225,7 @@ def backtest(
     if left_out:
         predictions = leave_one_out(rows, left_out)
     else:
-        predictions = predict_default(rows, calibration)
+        predictions = predict_rows(rows, calibration)
     return Backtest(
         runs=compared(rows, predictions),
         skipped=tuple(skipped),
@@ -272,11 +251,10 @@ def leave_one_out(rows: Sequence[MeasuredRow], by: str) -> list[Prediction]:
         gone = {r.row_id for r in test} | {r.duplicate_of for r in test}
         group_rows = [r for r in rows if group_name(r) == group and key(r) != left_out]
         rest = usable([r for r in group_rows if r.row_id not in gone])
-        calibration = prior_of(test[0].case.cluster.name, test[0].stack)
+        calibration = prior_of(test[0].case.cluster, test[0].stack)
         if rest:
             seconds = [r.seconds for r in rest]
             calibration = fit_time([r.case for r in rest], seconds, calibration)
         for row in test:
-            width = calibration.half_width
-            predictions[row.row_id] = predict_case(row.case, calibration, DEFAULT, width)
+            predictions[row.row_id] = predict_case(row.case, calibration, DEFAULT)
     return [predictions[row.row_id] for row in rows]

@@ -9,10 +9,11 @@ from trilane.config.cluster import Cluster
 from trilane.config.engines import sums_in_fp32
 from trilane.config.model import ModelShape
 from trilane.config.parallelism import CHOICES, Topology
-from trilane.costmodel.constants import Constants
+from trilane.costmodel.constants import Constants, card_facts
 
 FP32 = CHOICES["precision"].index("fp32")
 FP8 = CHOICES["precision"].index("fp8")
+FP4 = CHOICES["precision"].index("fp4")
 NONE, SELECTIVE, FULL, OPERATORS, BLOCK = range(5)  # places of CHOICES["recompute"]
 Number = Any  # a float or a numpy array; arrays in one Columns broadcast against each other
 
@@ -215,13 +216,15 @@ class Setting(NamedTuple):
 
 
 def linear_flops_per_s(setting: Setting) -> Number:
-    """Peak rate of a linear layer's matmuls: that of 8 bits where they have 8."""
+    """Peak rate of a linear layer's matmuls: that of 8 or 4 bits where they have so few, times the
+    share of it that they reach, over that of 16 bits (data/cards.json).
+    """
     x, cluster, _ = setting
-    wide = matmul_flops_per_s(setting)
-    # 0.88: the share of the peak that an 8-bit matmul reaches, relative to bf16's; the best on an
-    # H100 SXM are 1402.6 of 1979 and 794.5 of 989 TFLOP/s (S. Bekman, 'Machine Learning
-    # Engineering', maximum achievable matmul FLOPS)
-    return np.where(x.precision == FP8, cluster.gpu.fp8_flops_per_s * 0.88, wide)
+    gpu = cluster.gpu
+    facts = card_facts(gpu.name)
+    rate = matmul_flops_per_s(setting)
+    rate = np.where(x.precision == FP8, gpu.fp8_flops_per_s * facts.get("fp8", 0.9), rate)
+    return np.where(x.precision == FP4, gpu.fp4_flops_per_s * facts.get("fp4", 0.9), rate)
 
 
 def matmul_flops_per_s(setting: Setting) -> Number:

@@ -5,6 +5,16 @@ bound.
 from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple
 
+from trilane.utils.validation import shipped_json
+
+
+def card_facts(name: str) -> dict[str, Any]:
+    """What was measured of a card (data/cards.json, with sources): of a constant its prior and the
+    deviation of its logarithm; nothing of a card that is not there.
+    """
+    found: dict[str, Any] = shipped_json("cards")["cards"].get(name.partition("-")[0], {})
+    return found
+
 
 class Bound(NamedTuple):
     """Where a constant may lie: its prior, the standard deviation of the prior's logarithm, and

@@ -17,15 +17,14 @@ from trilane.utils.tables import grouped
 
 NOISE = {"cuda": 0.02, "cpu": 0.05}  # of ln(seconds): repeats differ by 0.15-2 % (docs/planner.md)
 STEP = 1e-3  # of a constant's logarithm, for slopes
-# Error of the model with known constants, as a deviation of ln(seconds), and the rows that this
-# prior counts for. In cross-validation by table 90 of 100 rows are within 5.4 % (docs/planner.md),
-# a deviation of 3.3 %; half as much is added because that was one cluster in 12 days.
+# Error of the model with known constants, as a deviation of ln(seconds). In cross-validation by
+# table 90 of 100 rows are within 5.4 % (docs/planner.md), a deviation of 3.3 %; half as much is
+# added because that was one cluster in 12 days.
 FITTED_MISFIT = 0.033
 MISFIT = 0.065
-MISFIT_ROWS = 6
-# the same on a site or stack without rows: leaving out each file misses by 4 to 19 % at the median
+# the same on a site or stack without rows: leaving out each file misses by 3 to 29 % at the median
 FOREIGN = 0.09
-T_QUANTILE = 1.943  # of Student's t with MISFIT_ROWS degrees of freedom, at 95 %
+T_QUANTILE = 1.943  # of Student's t with 6 degrees of freedom, at 95 %
 Z90 = 1.6449  # standard deviations of a normal distribution's 90 % interval, on each side
 Group = tuple[Cluster, np.ndarray, Columns]
 Errors = Callable[[np.ndarray], np.ndarray]
@@ -267,45 +266,14 @@ class _Problem:
         )
 
 
-def half_widths(
-    cases: Sequence[Configuration],
-    calibration: Calibration,
-    prior: Calibration,
-    rows: Sequence[Configuration] = (),
-    measured: Sequence[float] = (),
-) -> np.ndarray:
-    """Half-widths of the 90 % intervals of ln(seconds) of cases around what a calibration predicts,
-    (N,); `prior` was fitted to `measured` seconds of `rows` and became it.
-
-    ln(seconds) of a plan is the model's, with a prior deviation of the constants' logarithms, plus
-    a misfit of the plan, plus the noise of a run. All are normal, and the model is linearized at
-    the calibration (Laplace's approximation). The misfit is estimated from the errors that the rows
-    would have if left out of the fit, and MISFIT_ROWS further rows with an error of MISFIT; without
-    rows it is that of another site and stack. From Student's t, as it is an estimate. A measured
-    case gets the interval of an unmeasured one like it. Left out: the uncertainty of regimes'
-    factors, and correlated misfits of similar plans.
+def posterior_width(case: Configuration, calibration: Calibration) -> float:
+    """Half-width of the 90 % interval of ln(seconds) of a case by constants that no row of its
+    cluster and stack was fitted to: by how much its time depends on each and how well that is
+    known, and the misfit of another site and stack. All are normal, and the model is linearized
+    (Laplace's approximation).
     """
-    effects = sensitivities(cases, calibration) * deviations(rows or cases, prior)
-    if not rows:
-        return T_QUANTILE * np.sqrt((effects**2).sum(1) + FOREIGN**2)
-    from scipy.stats import t
-
-    known = sensitivities(rows, calibration) * deviations(rows, prior)
-    n = len(rows)
-    errors = row_errors(rows, measured, calibration)
-    # no single row says that the model is worse
-    unseen = np.minimum(np.abs(left_out(errors, known, MISFIT)), 0.15)
-    misfit2 = (MISFIT_ROWS * MISFIT**2 + float((unseen**2).sum())) / (MISFIT_ROWS + n)
-    keys = [(c.shape, c.topology, c.cluster.name) for c in rows]
-    alike = np.array([[a == b for b in keys] for a in keys], float)
-    # of runs of one case: from the repeats, and the usual noise, which counts as two repeats
-    scatter = errors - alike @ errors / alike.sum(1)
-    usual = max(NOISE[c.cluster.gpu.kind] for c in rows)
-    noise2 = (2 * usual**2 + float((scatter**2).sum())) / (2 + n - len(set(keys)))
-    covariance = known @ known.T + misfit2 * alike + noise2 * np.eye(n)
-    across = effects @ known.T
-    shared = np.diag(effects @ effects.T - across @ np.linalg.solve(covariance, across.T))
-    return float(t.ppf(0.95, n + MISFIT_ROWS)) * np.sqrt(shared + misfit2)
+    effects = sensitivities([case], calibration) * deviations([case], calibration)
+    return T_QUANTILE * float(np.sqrt((effects**2).sum() + FOREIGN**2))
 
 
 def sensitivities(cases: Sequence[Configuration], calibration: Calibration) -> np.ndarray:

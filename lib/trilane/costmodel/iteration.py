@@ -63,11 +63,11 @@ def ring(ranks: Number, stride: Number, setting: Setting) -> Ring:
     `distance` is lost.
     """
     _, cluster, c = setting
-    node = cluster.gpus_per_node
+    node = cluster.domain
     near = np.minimum(stride, node)
     nodes = np.ceil(ranks * near / node)
     bus = np.minimum(ranks, np.maximum(node // near, 1))  # ranks of the group in one node
-    share = cluster.network_bytes_per_s / near
+    share = cluster.domain_bytes_per_s / near
     inside = cluster.node_bytes_per_s * c.node
     link = np.minimum(share, cluster.ring_bytes_per_s or share)
     outside = np.minimum(link * c.network, inside) / (1 + c.distance * np.log2(nodes))
@@ -118,6 +118,9 @@ def data_parallel_seconds(
     reduces = np.where(is_zero3, scatter + between, first) * times
     gathers = gather * np.where((x.pp == 1) & is_zero3, (2 + x.recomputed) * times, 1)
     overlaps = np.where(is_zero3, x.overlap_grad_reduce, x.overlap_param_gather)
+    # the chunks of an interleaved stage have their last pass one after the other
+    turns = 1 + (x.interleaving > 1) * x.pp * (1 - 1 / x.interleaving)
+    compute = compute * turns
     hides = x.overlap_grad_reduce * reduces + overlaps * gathers
     seconds = reduces + gathers - np.minimum((1 - c.exposed) * hides, times * compute)
     least = first + gather - np.minimum((1 - c.exposed) * (first + gather), compute)
@@ -135,9 +138,9 @@ def p2p_seconds(setting: Setting) -> Number:
     other chunks compute.
     """
     x, cluster, c = setting
-    node = cluster.gpus_per_node
+    node = cluster.domain
     sent = 2 * x.tokens * x.hidden * x.value_bytes
-    network = cluster.network_bytes_per_s * c.p2p / np.minimum(x.tp * x.replicas, node)
+    network = cluster.domain_bytes_per_s * c.p2p / np.minimum(x.tp * x.replicas, node)
     bus = cluster.node_bytes_per_s * c.node
     rate = np.where(x.gpus > node, np.minimum(network, bus), bus)
     parts = sent / x.tp / rate + sent * (x.tp - 1) / x.tp / bus
@@ -178,7 +181,7 @@ def offload_seconds(parameters: Number, setting: Setting) -> Number:
 
 
 def pressure(setting: Setting) -> Number:
-    """Factor on the time of a run that leaves the caching allocator no free memory; 1 below 75 % of
+    """Factor on the time of a run that leaves the caching allocator no free memory; 1 below 76 % of
     the card.
 
     Only where gradients live in transient half-precision buffers; an optimizer that keeps all in
@@ -190,8 +193,8 @@ def pressure(setting: Setting) -> Number:
     filled = memory_bytes(x, cluster) / cluster.gpu.memory_bytes
     # PyTorch, 'CUDA semantics, memory management': a failed cudaMalloc frees all cached blocks and
     # synchronizes
-    start = 0.75
-    full = 0.95
+    start = 0.758
+    full = 0.96
     ramp = np.clip((filled - start) / (full - start), 0, 1)
     transient = (1 - x.fp32_gradients) * (x.replicas > 1)
     return 1 + c.pressure * ramp * transient

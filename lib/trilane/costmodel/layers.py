@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from trilane.config.cluster import Cluster
 from trilane.costmodel.columns import (
     FP8,
     OPERATORS,
@@ -54,7 +53,7 @@ def matmul_seconds(
     sms = cluster.gpu.num_sms
     if rate is None:
         rate = matmul_flops_per_s(setting)
-    peak = rate * np.minimum(c.matmul, reached(cluster))
+    peak = rate * c.matmul
     if cluster.gpu.kind == "cpu":
         return 2 * m * n * k * batch / peak
     best: Number = np.inf
@@ -65,16 +64,6 @@ def matmul_seconds(
         lost = waves + c.quantization * (np.ceil(waves) - waves)
         best = np.minimum(best, lost * (2 * tile_m * tile_n * sms / relative))
     return best * (k + c.prologue) / peak
-
-
-def reached(cluster: Cluster) -> float:
-    """Largest share of its peak that a card's matmuls have been seen to reach; 1 where nobody
-    looked.
-
-    A100 SXM 271 of 312 TFLOP/s, H100 SXM 795 of 989, B200 1745 of 2250, bf16: S. Bekman, 'Machine
-    Learning Engineering', maximum achievable matmul FLOPS. In fp8 an H200 reaches 1453 of 1979.
-    """
-    return {8: 0.869, 9: 0.804, 10: 0.776}.get(cluster.gpu.compute_capability[0], 1.0)
 
 
 def linear_seconds(setting: Setting) -> tuple[Number, Number]:
@@ -121,23 +110,22 @@ def attention_seconds(setting: Setting) -> tuple[Number, Number]:
     stored = x.attention == 1
     forward = np.where(stored, product + 6.5 * one_pass, fused)
     backward = np.where(stored, 2 * product + 9.5 * one_pass, 2.5 * fused)
-    ring = ring_seconds(setting)
-    return np.maximum(forward, ring), np.maximum(backward, 2 * ring)
+    shown = (1 - c.overlap * x.overlap_tp) * gather_seconds(setting)
+    return forward + shown, backward + 2 * shown
 
 
-def ring_seconds(setting: Setting) -> Number:
-    """Seconds in which the ranks that share a sequence hand the keys and values of a layer once
-    around their ring.
+def gather_seconds(setting: Setting) -> Number:
+    """Seconds in which the ranks that share a sequence gather the keys and values of a layer.
 
-    Each block is sent while the one before is multiplied (Liu et al. 2023, arXiv:2310.01889), so it
-    costs what exceeds the attention core; backward hands on the gradients, too. Left out: the
-    imbalance of a causal mask.
+    The engine here and torchtitan gather before they multiply, and scatter the gradients; a ring
+    (Liu et al. 2023, arXiv:2310.01889; Transformer Engine's) sends as much, and hides a part. Left
+    out: the imbalance of a causal mask.
     """
     x, cluster, c = setting
-    node = cluster.gpus_per_node
+    node = cluster.domain
     sent = (x.cp - 1) * 2 * x.tokens * x.kv_hidden / x.tp * x.value_bytes
     inside = cluster.node_bytes_per_s * c.node
-    network = cluster.network_bytes_per_s / np.minimum(x.tp, node) * c.network
+    network = cluster.domain_bytes_per_s / np.minimum(x.tp, node) * c.network
     outside = np.minimum(inside, network)
     return sent / np.where(x.tp * x.cp > node, outside, inside)
 
@@ -146,12 +134,15 @@ def flash_seconds(setting: Setting) -> Number:
     """Forward seconds of a flash kernel: half of 4 s^2 d FLOPs a head, the causal half, at `flash`
     of the peak.
 
-    Dao 2023, arXiv:2307.08691, figures 5 to 7: 50-73 % of an A100's peak forward; backward counts
-    2.5 times the FLOPs. Left out: that H100 kernels of 2023 reach less, and short sequences.
+    By length and head as in Shah et al. 2024, arXiv:2407.08608, figure 5: of what long sequences
+    reach with heads of 128, 512 tokens have 0.6, and heads of 64 have 0.7 to 0.9. Backward counts
+    2.5 times the FLOPs.
     """
     x, _, c = setting
-    flops = 0.5 * 4 * x.seq**2 / x.cp * np.ceil(x.head_dim / 8) * 8 * x.mbs * x.heads / x.tp
-    return flops / (c.flash * x.seq / (x.seq + 256) * matmul_flops_per_s(setting))
+    d = np.ceil(x.head_dim / 8) * 8
+    flops = 0.5 * 4 * x.seq**2 / x.cp * d * x.mbs * x.heads / x.tp
+    share = c.flash * x.seq / (x.seq + 256) * np.minimum(d / 128, 1) ** 0.3
+    return flops / (share * matmul_flops_per_s(setting))
 
 
 def elementwise_seconds(setting: Setting) -> tuple[Number, Number]:
@@ -169,8 +160,8 @@ def elementwise_seconds(setting: Setting) -> tuple[Number, Number]:
     forward = memory_seconds(bytes_, setting)
     outputs = sum(n for n, _ in x.matrices)
     inputs = sum(k for _, k in x.matrices)
-    # fp8 reads and writes what it casts
-    cast = (x.precision == FP8) * memory_seconds(4 * x.tokens, setting)
+    # fp8 and fp4 read and write what they cast
+    cast = (x.precision >= FP8) * memory_seconds(4 * x.tokens, setting)
     return forward + cast * inputs, 1.5 * forward + cast * outputs
 
 
@@ -194,11 +185,11 @@ def all_reduce_seconds(setting: Setting) -> Number:
     """
     x, cluster, c = setting
     t = x.tp
-    node = cluster.gpus_per_node
+    node = cluster.domain
     bus = cluster.node_bytes_per_s
     inside = np.where(t == 2, cluster.pair_bytes_per_s or bus, bus) * c.node
     groups = np.where(t % node == 0, 1, 2)
-    outside = np.minimum(inside, cluster.network_bytes_per_s / groups * c.network)
+    outside = np.minimum(inside, cluster.domain_bytes_per_s / groups * c.network)
     leaves = (node % t != 0) & (x.gpus > node)
     rate = np.where(leaves, outside, inside) / slowdown(setting)
     wait = (t - 1) / 7 * c.skew_s + (t - 1) * cluster.latency_s

@@ -43,6 +43,11 @@ FILES = (
     "flagperf_zero3_a800",
     "tinyllama_a100",
     "nemo_h100_fp8",
+    "internlm_a100_2023",
+    "llmfoundry_h100",
+    "mlperf_gpt3_h100",
+    "simumax_b200",
+    "torchtitan_h100",
 )
 
 
@@ -228,6 +233,8 @@ def _row(cells: Mapping[str, str], machine: Cluster, file: str) -> MeasuredRow:
     shape = ModelShape(**_fields(ModelShape, values))
     topology = default_topology(shape, machine, **chosen)
     stack = stack_of(engine, topology.attention)
+    if stacks().get(stack, {}).get("shards_bf16") and topology.precision == "bf16":
+        topology = replace(topology, zero=max(topology.zero, 1))
     for name in stacks().get(stack, {}).get("overlaps", ()):
         if name not in chosen:
             with contextlib.suppress(ValueError):  # what the rest of the topology does not allow

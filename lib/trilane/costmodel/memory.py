@@ -182,10 +182,10 @@ def activation_bytes_per_layer(columns: Columns, constants: MemoryConstants = DE
 
     Korthikanti et al. 2022, arXiv:2205.05198, table 2. Of the 24: queries, keys and values 6, the
     core's output 2, the MLP's hidden channels before and after the activation 4 each of 4 h; a gate
-    keeps one more of them. fp8: inputs of linear layers in 8 bits, the core's output beside them
-    (Transformer Engine, module/linear.py). unfused, with a gate as in transformers' Llama: fp32
-    copies in two RMSNorms (8, less masks of dropout), its product. Scores that an engine here
-    writes need all keys; transformers' Llama and BLOOM keep their softmax in fp32, too. Dropout
+    keeps one more of them. fp8 (and fp4, which holds less): inputs of linear layers in 8 bits, the
+    core's output beside them (Transformer Engine, module/linear.py). unfused, with a gate as in
+    transformers' Llama: fp32 copies in two RMSNorms (8, less masks of dropout), its product. Scores
+    that an engine here writes need all keys; transformers' Llama and BLOOM keep their softmax in fp32, too. Dropout
     masks are 2 of the 10. selective: queries that share keys are a copy beside all channels
     (megatron-core). whole: keys and values of cp parts, and the output of two chunks joined;
     Transformer Engine has a ring. operators: the layer's input, attention's output and every second
@@ -196,7 +196,7 @@ def activation_bytes_per_layer(columns: Columns, constants: MemoryConstants = DE
     c = constants
     h = x.hidden
     sbh = x.tokens * h
-    fp8 = 1 * (x.precision == FP8)
+    fp8 = 1 * (x.precision >= FP8)
     is_selective = x.recompute == SELECTIVE
     cut = np.where(x.sequence_parallel == 1, x.tp, 1)
     single = c.unfused * x.gated
@@ -332,8 +332,10 @@ def stage_memory(
     if not is_cpu:
         kept = kept * np.where(x.recompute == FULL, c.checkpoint, 1) * (x.offload_checkpoints == 0)
     kept = stage_layers_at(x, stage) * kept + c.ends * end_bytes(x, stage, c)
-    # ALiBi's mask, which the engine keeps for all layers (engine/model/gpt.py)
-    buffers = x.alibi * x.value_bytes * x.heads / x.tp * x.seq**2
+    # ALiBi's mask, which the engine keeps for all layers (engine/model/gpt.py); a flash kernel of
+    # another stack makes it on the way
+    has_mask = x.alibi * np.maximum(c.ends, x.attention)
+    buffers = has_mask * x.value_bytes * x.heads / x.tp * x.seq**2
     if not is_cpu:
         # reduce and all-gather buckets of 16-bit values, the first one doubled to overlap
         # (DeepSpeed's configuration page)

@@ -5,8 +5,8 @@ uncertainty; and the measured rows that it rests on.
 import functools
 import math
 import warnings
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from trilane.config.parallelism import invalid_reason
 from trilane.config.plan import Plan, read_plan
 from trilane.costmodel.calibration import Calibration, Configuration
 from trilane.costmodel.columns import columns_of
-from trilane.costmodel.fit import half_widths
+from trilane.costmodel.fit import posterior_width
 from trilane.costmodel.iteration import IterationTime, iteration_time, seconds_per_stage
 from trilane.costmodel.measured_rows import (
     MeasuredRow,
@@ -35,7 +35,7 @@ from trilane.costmodel.memory import (
     memory_per_stage,
     oom_probability,
 )
-from trilane.costmodel.shipped import NEWEST, constants_of
+from trilane.costmodel.shipped import calibration_for, constants_of, default
 from trilane.utils.numbers import with_bounds
 from trilane.utils.tables import DataFrame, Record, as_json
 from trilane.workspace.study import load_cluster
@@ -161,18 +161,17 @@ def _mfu(case: Configuration, seconds: float) -> float:
     return case.shape.flops_per_iteration(t.gbs) / (seconds * t.gpus * peak)
 
 
-def _peak(case: Configuration) -> tuple[int, str]:
+def _peak(case: Configuration) -> tuple[tuple[int, ...], str]:
     """The generation of its card, and the precision of its products."""
-    generation = min(case.cluster.gpu.compute_capability[0], NEWEST)
-    return generation, case.topology.precision.replace("bf16", "fp16")
+    return case.cluster.gpu.compute_capability, case.topology.precision.replace("bf16", "fp16")
 
 
 @functools.cache
-def _records() -> dict[tuple[int, str], float]:
+def _records() -> dict[tuple[tuple[int, ...], str], float]:
     """The largest share of the peak that a shipped run of each generation of cards and precision
     has.
     """
-    records: dict[tuple[int, str], float] = {}
+    records: dict[tuple[tuple[int, ...], str], float] = {}
     for row in usable(every_row()):
         peak = _peak(row.case)
         records[peak] = max(records.get(peak, 0.0), _mfu(row.case, row.seconds))
@@ -204,14 +203,14 @@ def _kinds(case: Configuration) -> tuple[Any, ...]:
         case.cluster.gpu.name.partition("-")[0],
         case.cluster.name.replace("16g", "32g"),
         kernel,
-        t.precision == "fp8",
+        t.precision in ("fp8", "fp4"),
         t.recompute,
         t.offload,
         shape.is_gated,
         shape.kv_heads < shape.num_attention_heads,
         t.zero > 1,
         t.cp > 1,
-        t.tp > case.cluster.gpus_per_node,
+        t.tp > case.cluster.domain,
     )
 
 
@@ -360,22 +359,51 @@ def _row_numbers(
     reason = invalid_reason(row.case.shape, row.case.topology)
     if reason:
         return {"reason": reason}
-    return predict_case(row.case, constants_of(row.case, calibration or "")).numbers
+    return predict_rows([row], calibration or "")[0].numbers
+
+
+def half_width(case: Configuration, known: Calibration, nearest: Support) -> float:
+    """Half-width of the 90 % interval of ln(seconds), of every prediction: what rows showed that
+    were left out of the fit; without any what the posterior of the constants leaves open. Either
+    widens with the distance from measured rows of the same software, or from those of one's own.
+    """
+    width = known.half_width
+    is_card = case.cluster.gpu.kind == "cuda"
+    if is_card and known.rows == 0:
+        # rows that did not move the constants may still have shown how far these miss
+        width = max(width, posterior_width(case, known))
+    if is_card or known.own:  # no shipped row is near to a core
+        width = math.hypot(width, nearest.widening)
+    return width
+
+
+def predict_rows(rows: Sequence[MeasuredRow], source: str | Calibration = "") -> list[Prediction]:
+    """The predictions of rows, by constants of `source` (see calibration_for); else a row of an
+    engine here as a plan of it, and another by what ships for its cluster and stack.
+    """
+    constants = dict[tuple[str, str], Calibration]()
+    predictions = []
+    for row in rows:
+        case = row.case
+        stack = "" if case.engine else row.stack
+        key = (case.cluster.name, stack)
+        if key not in constants:
+            own = default(case.cluster, stack) if stack else calibration_for(case.cluster)
+            constants[key] = calibration_for(case.cluster, source) if source else own
+        known = constants[key]
+        memory = None
+        if stack:
+            memory = memory_for(replace(known, stack=stack, name=""), "", case.cluster)
+        predictions.append(predict_case(case, known, memory))
+    return predictions
 
 
 def predict_case(
     case: Configuration,
     known: Calibration,
     memory: MemoryConstants | None = None,
-    width: float | None = None,
 ) -> Prediction:
-    """The prediction of a case by these constants as they were on its day.
-
-    `width` is the half-width of the interval of ln(seconds). By default that of the calibration's
-    rows; without any, that of the priors, by how much the time of this case depends on each
-    constant. Either widens with the distance from measured rows of the same software, or from the
-    rows of one's own.
-    """
+    """The prediction of a case by these constants as they were on its day."""
     known = known.on(case.day, case.topology.gpus)
     memory = memory or memory_for(known, case.engine, case.cluster, case.dropout)
     columns = columns_of(case.shape, case.topology, case.engine)
@@ -383,14 +411,7 @@ def predict_case(
     stages = memory_per_stage(columns, case.cluster, memory)
     fullest = max(stage.total for stage in stages)
     nearest = support(case, known, time.total)
-    if width is None:
-        width = known.half_width
-        is_card = case.cluster.gpu.kind == "cuda"
-        if is_card and known.rows == 0:
-            # rows that did not move the constants may still have shown how far these miss
-            width = max(width, float(half_widths([case], known, known)[0]))
-        if is_card or known.own:  # no shipped row is near to a core
-            width = math.hypot(width, nearest.widening)
+    width = half_width(case, known, nearest)
     return Prediction(
         sec_per_it=time.total,
         sec_lo=time.total / math.exp(width),

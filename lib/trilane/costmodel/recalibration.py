@@ -14,7 +14,7 @@ import pandas as pd
 
 from trilane.config.cluster import Cluster, catalogue
 from trilane.costmodel.calibration import Calibration, Configuration, to_json
-from trilane.costmodel.fit import Refit, half_widths, refit
+from trilane.costmodel.fit import Refit, refit
 from trilane.costmodel.measured_rows import (
     MeasuredRow,
     Skipped,
@@ -76,13 +76,8 @@ class Recalibration(Table):
         )
         if not self.fit.weight:
             return fitted
-        # what is written down for later plans: the width for one like those that ran
-        width = float(np.median(self._half_widths(fitted)))
         own = tuple(dict.fromkeys(map(sizes_of, self.cases)))
-        return replace(fitted, half_width=width, stack="", own=own)
-
-    def _half_widths(self, fitted: Calibration) -> np.ndarray:
-        return half_widths(self.cases, fitted, self.prior, self.cases, self._seconds)
+        return replace(fitted, stack="", own=own)
 
     def errors(self) -> dict[str, dict[str, float]]:
         """Median and 90th percentile of relative errors before and after, each row left out of its
@@ -148,7 +143,7 @@ class Recalibration(Table):
             "measured_sec_per_it": self._seconds,
             "predicted_sec_per_it": [p.sec_per_it for p in before],
             "recalibrated_sec_per_it": [p.sec_per_it for p in after],
-            "recalibrated_half_width": np.expm1(self._half_widths(self.fitted)),
+            "recalibrated_half_width": [p.sec_hi / p.sec_per_it - 1 for p in after],
             "measured_gib": [row.memory_bytes / 2**30 for row in self.rows],
             "predicted_gib": [p.memory_bytes / 2**30 for p in before],
         }

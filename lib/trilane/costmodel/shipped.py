@@ -15,16 +15,14 @@ from trilane.config.cluster import Cluster
 from trilane.config.plan import Plan
 from trilane.costmodel import measured_rows
 from trilane.costmodel.calibration import Calibration, Configuration, Regime, from_json
-from trilane.costmodel.constants import BOUNDS
+from trilane.costmodel.constants import BOUNDS, card_facts
 from trilane.costmodel.fit import MISFIT, log_constants, row_errors, sensitivities
 from trilane.costmodel.measured_rows import MeasuredRow, every_row, usable
 from trilane.utils.tables import grouped
 from trilane.utils.validation import from_mapping, read_json, require, shipped_json
 from trilane.workspace.study import Study, load_cluster
 
-NEWEST = (
-    9  # major compute capability of the newest cards with measured rows: later ones count as it
-)
+UNKNOWN = 0.2  # deviation of the share that matmuls reach on a card that nobody measured
 
 
 def default(cluster: Cluster, stack: str = "") -> Calibration:
@@ -87,7 +85,7 @@ class Fit:
         errors = row_errors(cases, [row.seconds for row in rows], calibration)
         slopes = sensitivities(cases, calibration)
         free = log_constants(calibration.without_launch_blocking())
-        moved = free - log_constants(prior_of("", stack))
+        moved = free - log_constants(prior_of(rows[0].case.cluster, stack))
         return cls(
             cluster=rows[0].case.cluster,
             stack=stack,
@@ -105,9 +103,8 @@ class Fit:
         return np.array([mine == other != "" for mine, other in pairs])
 
 
-def _traits(cluster: Cluster, stack: str) -> tuple[int, str, str]:
-    card = min(cluster.gpu.compute_capability[0], NEWEST)
-    return card, nodes_name(cluster.name), re.sub(r"-20\d\d$", "", stack)
+def _traits(cluster: Cluster, stack: str) -> tuple[tuple[int, ...], str, str]:
+    return cluster.gpu.compute_capability, nodes_name(cluster.name), re.sub(r"-20\d\d$", "", stack)
 
 
 def combined(cluster: Cluster, stack: str, fits: Sequence[Fit]) -> Calibration:
@@ -119,9 +116,9 @@ def combined(cluster: Cluster, stack: str, fits: Sequence[Fit]) -> Calibration:
     cluster and their stack. The model is linear around each fit, so this is a Gaussian process over
     the rows (Rasmussen and Williams 2006, equation 2.25). `rows` is 0: nothing was fitted here.
     """
-    base = prior_of(cluster.name, stack)
+    base = prior_of(cluster, stack)
     bounds = BOUNDS.values()
-    variance = np.array([bound.deviation**2 for bound in bounds])  # (C,)
+    variance = np.square(base.deviations)  # (C,)
     shared = np.array([bound.shared for bound in bounds]).T  # (3, C)
     slopes = np.vstack([f.slopes for f in fits])  # (R, C)
     slowness = np.concatenate([f.slowness for f in fits])  # (R,)
@@ -150,14 +147,22 @@ def nodes_name(cluster: str) -> str:
     return cluster.replace("jz-v100-16g", "jz-v100-32g")
 
 
-def prior_of(cluster: str, stack: str) -> Calibration:
-    """The priors of constants.py for rows of that cluster and stack: its days' regimes, their
-    factors at the prior, and what the stack is known to do.
+def prior_of(cluster: Cluster, stack: str) -> Calibration:
+    """The priors of constants.py and of the card, for rows of that cluster and stack: its days'
+    regimes, their factors at the prior, and what the stack is known to do.
     """
-    habits = measured_rows.stacks().get(stack, {}).get("constants", {})
-    regimes = shipped_json("regimes").get(cluster, [])
-    given = tuple(from_mapping(Regime, regime, "regime") for regime in regimes)
-    return Calibration(**habits, regimes=given, stack=stack)
+    deviations = {name: bound.deviation for name, bound in BOUNDS.items()}
+    values = dict[str, Any]()
+    facts = card_facts(cluster.gpu.name)
+    for name in facts.keys() & BOUNDS.keys():
+        values[name], deviations[name] = facts[name]
+    if not facts:
+        deviations["matmul"] = UNKNOWN
+    values |= measured_rows.stacks().get(stack, {}).get("constants", {})
+    given = shipped_json("regimes").get(nodes_name(cluster.name), [])
+    regimes = tuple(from_mapping(Regime, regime, "regime") for regime in given)
+    each = tuple(deviations.values())
+    return Calibration(**values, regimes=regimes, stack=stack, deviations=each)
 
 
 def calibration_for(cluster: Cluster | str, source: str | Calibration = "") -> Calibration:
