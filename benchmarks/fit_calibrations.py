@@ -5,6 +5,7 @@ It also prints the constants of memory (costmodel/memory.py) fitted to the rows,
 tables left out.
 """
 
+import csv
 import json
 from collections.abc import Sequence
 from dataclasses import replace
@@ -20,6 +21,7 @@ from trilane.costmodel.fit import by_cluster, fit_time, robust_minimum
 from trilane.costmodel.measured_rows import MeasuredRow, every_row, usable
 from trilane.costmodel.memory import DEFAULT, MemoryConstants, stage_memory
 from trilane.costmodel.shipped import nodes_name, prior_of
+from trilane.costmodel.support import KINDS, SPANS, features, sizes_of
 
 DATA = Path(str(resources.files("trilane").joinpath("data")))
 # The stack of a cluster's rows that a plan for it rests on, if it names none.
@@ -43,6 +45,12 @@ def main() -> None:
     lines = [f'"{name}": {json.dumps(_short(to_json(c)))}' for name, c in found.items()]
     text = "{\n" + ",\n".join(lines) + "\n}\n"
     (DATA / "calibrations.json").write_text(text, encoding="utf-8")
+    with (DATA / "support.csv").open("w", encoding="utf-8", newline="") as file:
+        writer = csv.DictWriter(
+            file, ["row_id", *SPANS, *KINDS, "peak", "mfu"], lineterminator="\n"
+        )
+        writer.writeheader()
+        writer.writerows(supporting_rows())
     for name, calibration in found.items():
         print(name, calibration)
     rows = [
@@ -58,6 +66,19 @@ def main() -> None:
     print(
         f"memory without each row's table: median {median:.2%}, 90th percentile {p90:.2%} of {len(unseen)} rows"
     )
+
+
+def supporting_rows() -> list[dict[str, Any]]:
+    """What support.py reads of every row; without a share of the peak for one that does not count."""
+    counted = {(row.file, row.row_id) for row in usable(every_row())}
+    found = []
+    for row in every_row():
+        sizes = {name: f"{size:g}" for name, size in zip(SPANS, sizes_of(row.case), strict=True)}
+        values = features(row.case, row.stack, row.seconds)
+        is_counted = (row.file, row.row_id) in counted
+        mfu = f"{values['mfu']:.4f}" if is_counted else ""
+        found.append({"row_id": row.row_id, **sizes, **values, "mfu": mfu})
+    return found
 
 
 def _short(value: Any) -> Any:

@@ -49,6 +49,9 @@ FREE = (
     "partition",
     "sequence_parallel",
     "offload",
+    "cp",
+    "first_stage_layers",
+    "last_stage_layers",
 )
 FREE += ("overlap_grad_reduce", "overlap_param_gather")
 FIXED = ("precision", "attention", "fp32_gradients")

@@ -10,8 +10,9 @@ from trilane.config.model import parse_shape
 from trilane.config.parallelism import Topology
 from trilane.costmodel.calibration import Configuration
 from trilane.costmodel.measured_rows import every_row
-from trilane.costmodel.predict import FAR, NEAR, predict
+from trilane.costmodel.predict import predict
 from trilane.costmodel.shipped import default
+from trilane.costmodel.support import FAR, NEAR
 
 A100 = cluster("jz-a100-80g")
 SHAPE = parse_shape("72,14336,64,2048,250880")

@@ -1,9 +1,12 @@
 """Search: nothing is lost, nothing impossible is ranked, and it is fast."""
 
+import contextlib
 import dataclasses
 import itertools
 from collections import Counter
+from collections.abc import Sequence
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -40,7 +43,8 @@ AS_THEN |= {"sequence_parallel": False, "interleaving": 1}
 
 
 def test_search_ranks_what_can_run_and_counts_the_rest_by_rule():
-    found = search(SHAPE, A100, gpus=[384], gbs=2048, mbs=[1, 2, 4], calibration=K, **AS_THEN)
+    asked = {"gpus": [384], "gbs": 2048, "mbs": [1, 2, 4], "calibration": K, "top": 1000}
+    found = search(SHAPE, A100, **asked, **AS_THEN)
     seconds = [c.prediction.sec_per_it for c in found.rows]
     assert seconds == sorted(seconds) and len(seconds) + len(found.risky) == found.runnable > 0
     assert found.evaluated == found.runnable + sum(found.refused_by_rule.values())
@@ -61,22 +65,24 @@ def test_plain_loops_see_as_many_topologies_and_refuse_each_by_the_first_rule_th
     the memory.
     """
     shape, counts, engine = parse_shape("40,5120,40,2048,50304"), Counter(), "megatron"
-    names = ("interleaving", "zero", "recompute", "partition", "sequence_parallel", "overlaps")
-    for tp, pp in itertools.product((1, 2, 3, 4, 6, 12), repeat=2):
-        if 12 % (tp * pp):
+    names = ("partition", "interleaving", "zero", "recompute")
+    for tp, pp, cp in itertools.product((1, 2, 3, 4, 6, 12), repeat=3):
+        if 12 % (tp * pp * cp):
             continue
-        dp = 12 // tp // pp
-        chunks = [v for v in range(1, 40 // pp + 1) if 40 // pp % v == 0] if pp > 1 else [1]
-        choices = [chunks, (0, 1, 2), ("none", "full"), ("uniform", "type:transformer|embedding")]
-        choices += [(False, True) if tp > 1 else (False,), (0, 1, 2) if dp > 1 else (0,)]
+        dp = 12 // tp // pp // cp
+        layouts = []
+        for partition, units in (("uniform", 40), ("type:transformer|embedding", 42)):
+            each = units // pp if units % pp == 0 else 1
+            chunks = [v for v in range(1, each + 1) if each % v == 0] if pp > 1 else [1]
+            layouts += [(partition, v) for v in chunks]
         batches = [m for m in range(1, 25) if 24 % (dp * m) == 0]
-        for mbs, *values in itertools.product(batches, *choices):
-            given = dict(zip(names, values, strict=True), tp=tp, pp=pp, dp=dp, mbs=mbs, gbs=24)
-            overlaps = given.pop("overlaps")
-            if overlaps == 2 and given["zero"] != 1:
-                continue
-            given |= {"precision": "bf16", "overlap_grad_reduce": overlaps > 0}
-            given["overlap_param_gather"] = overlaps == 2
+        choices = (batches, layouts, (0, 1, 2), ("none", "full"))
+        for mbs, layout, zero, recompute in itertools.product(*choices):
+            given = dict(zip(names, (*layout, zero, recompute), strict=True))
+            given |= {"tp": tp, "pp": pp, "dp": dp, "cp": cp, "mbs": mbs, "gbs": 24}
+            given |= {"precision": "bf16", "sequence_parallel": tp > 1}
+            given["overlap_grad_reduce"] = dp * cp > 1
+            given["overlap_param_gather"] = dp * cp > 1 and zero == 1
             t = SimpleNamespace(**vars(Topology()) | given, gpus=12, microbatches=24 // (mbs * dp))
             rules = itertools.chain(
                 cluster_rules(t, A100),
@@ -92,9 +98,52 @@ def test_plain_loops_see_as_many_topologies_and_refuse_each_by_the_first_rule_th
                 )
                 broken = [MEMORY_RULE if predict(case, K).oom_probability > 0.5 else "none"]
             counts[broken[0]] += 1
-    space = Space(gpus=(12,), gbs=(24,), pins={"zero": (0, 1, 2), "recompute": ("none", "full")})
-    found = search_space(shape, A100, space, K)
+    pins = {"zero": (0, 1, 2), "recompute": ("none", "full")}
+    pins |= {"first_stage_layers": (0,), "last_stage_layers": (0,)}
+    found = search_space(shape, A100, Space(gpus=(12,), gbs=(24,), pins=pins), K)
     assert {**found.refused_by_rule, "none": found.runnable} == counts and len(counts) >= 6
+
+
+PINS: dict[str, tuple[Any, ...]] = {
+    "tp": (1, 2, 4, 8),
+    "pp": (2, 4, 6, 12),
+    "cp": (1, 2, 4),
+    "mbs": (1, 2, 4),
+    "zero": (0, 1),
+    "recompute": ("none", "selective", "full", "block"),
+    "recompute_layers": (1, 2, 3),
+    "interleaving": (1, 2, 3, 8),
+    "sequence_parallel": (False, True),
+    "partition": ("uniform", "type:transformer|embedding"),
+    "first_stage_layers": (0, 3, 7),
+    "last_stage_layers": (0, 2, 5),
+    "overlap_grad_reduce": (False, True),
+    "overlap_param_gather": (False, True),
+    "buckets": ("library",),
+    "adam": ("torch",),
+}
+
+
+@pytest.mark.parametrize(
+    ("shape", "machine", "gpus", "gbs"),
+    [
+        ("48,6144,48,2048,250880", "jz-a100-80g", 96, 512),
+        ("126,16384,128,8192,128256", "eos-h100", 2048, 512),
+        ("32,4096,32,8192,32000", "jz-v100-32g", 64, 256),
+    ],
+)
+def test_no_pin_finds_what_the_free_search_misses(shape, machine, gpus, gbs):
+    asked = {"gpus": gpus, "gbs": gbs, "top": 1}
+    best = search(shape, machine, **asked).best().prediction.sec_per_it
+    found = 0
+    for name, values in PINS.items():
+        for value in values:
+            rows: Sequence[Any] = ()
+            with contextlib.suppress(ValueError):  # no such sizes
+                rows = search(shape, machine, **asked, **{name: value}).rows
+            found += len(rows)
+            assert not rows or rows[0].prediction.sec_per_it >= best * (1 - 1e-9), (name, value)
+    assert found > 20
 
 
 @pytest.mark.parametrize("host_s", [1e-4, 1e-2], ids=["bound by the GPU", "bound by the host"])
@@ -106,6 +155,7 @@ def test_the_vectorized_prediction_is_the_prediction_of_the_one_plan(host_s):
         "interleaving": (1, 2),
         "pp": (1, 2),
         "offload": ("none", "optimizer", "full"),
+        "recompute": ("none", "full"),
     }
     space = Space(gpus=(8,), gbs=(32,), pins=pins, engine="deepspeed-zero")
     found = search_space(SMALL, A100, space, known, top=10_000)

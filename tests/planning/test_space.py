@@ -3,24 +3,46 @@
 from trilane.config.model import parse_shape
 from trilane.planning.space import Space
 
+SHAPE = parse_shape("40,5120,40,2048,50304")
+EVEN = {"first_stage_layers": (0,), "last_stage_layers": (0,), "partition": ("uniform",)}
+
 
 def test_each_way_to_cut_eight_gpus_is_looked_at_once() -> None:
     sizes = list(Space(gpus=(8,), gbs=(8,)).sizes())
-    assert len(sizes) == len(set(sizes)) == 10 and {t * p * d for t, p, d in sizes} == {8}
-    assert list(Space(gpus=(8,), gbs=(8,), pins={"tp": (2,), "dp": (2,)}).sizes()) == [(2, 2, 2)]
+    assert len(sizes) == len(set(sizes)) == 20
+    assert {t * p * d * c for t, p, d, c in sizes} == {8}
+    pins = {"tp": (2,), "dp": (2,), "cp": (1,)}
+    assert list(Space(gpus=(8,), gbs=(8,), pins=pins).sizes()) == [(2, 2, 2, 1)]
+    assert {c for *_, c in Space(gpus=(8,), gbs=(8,), engine="deepspeed-3d").sizes()} == {1}
 
 
 def test_blocks_of_recomputed_layers_are_no_whole_stage() -> None:
     """megatron-core counts them in each chunk of a stage: with two chunks of 5 layers, 5 would be
     recompute full.
     """
-    shape, searched = parse_shape("40,5120,40,2048,50304"), Space(gpus=(4,), gbs=(8,))
-    found = {
-        (p["interleaving"], p["recompute_layers"])
-        for p in searched.points(shape.num_layers // 4, False, True, False)
+
+    def points(**pins: tuple[int, ...]) -> list[dict[str, int]]:
+        found = Space(gpus=(4,), gbs=(8,), pins=EVEN | pins).points(SHAPE, 4, False, False)
+        return [found[number] for number in range(len(found))]
+
+    found = {(p["interleaving"], p["recompute_layers"]) for p in points()}
+    every = {(1, layers) for layers in range(10)} | {(2, layers) for layers in range(5)}
+    assert found == every | {(5, 0), (5, 1), (10, 0)}
+    pinned = points(recompute_layers=(5,), interleaving=(2,))
+    assert {p["recompute"] for p in pinned} == {"block"}
+
+
+def test_stages_with_a_number_of_layers_are_lighter_than_the_others_and_share_the_rest() -> None:
+    found = Space(gpus=(4,), gbs=(8,)).points(SHAPE, 4, False, False)
+    ends = {
+        (p["first_stage_layers"], p["last_stage_layers"])
+        for p in map(found.__getitem__, range(len(found)))
     }
-    assert found == {(1, 0), (2, 0), (5, 0), (10, 0), (1, 2), (1, 5), (1, 7), (2, 2)}
-    pinned = Space(gpus=(4,), gbs=(8,), pins={"recompute_layers": (5,), "interleaving": (2,)})
-    assert {p["recompute"] for p in pinned.points(shape.num_layers // 4, False, True, False)} == {
-        "block"
-    }
+    assert (
+        (9, 9) in ends
+        and (0, 7) in ends
+        and (7, 7) not in ends
+        and (0, 0) in ends
+        and (8, 9) not in ends
+    )
+    assert all((40 - first - last) % (4 - (first > 0) - (last > 0)) == 0 for first, last in ends)

@@ -12,6 +12,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from trilane.config.cluster import Cluster
 from trilane.config.model import ModelShape
 from trilane.config.options import Rules, first_broken
@@ -104,11 +106,12 @@ def default_topology(
     return Topology(**values | {"overlap_grad_reduce": overlaps} | given)
 
 
-def has_bf16_optimizer(t: Topology) -> bool:
+def has_bf16_optimizer(t: Any) -> Any:
     """Whether DeepSpeed trains it by BF16_Optimizer, which holds fp32 sums and reduces after the
     last microbatch.
     """
-    return (t.zero, t.precision, t.fp32_gradients) == (1, "bf16", True)
+    is_bf16 = (t.zero == 1) & (t.precision == "bf16")
+    return is_bf16 & t.fp32_gradients
 
 
 def label_of(shape: ModelShape, cluster: Cluster, topology: Topology, engine: str) -> str:
@@ -190,8 +193,7 @@ def unsupported_reason(engine: str, shape: ModelShape, topology: Topology) -> st
 def engine_rules(engine: str, shape: ModelShape, topology: Any) -> Rules:
     """The rules of `engine` that a topology breaks; batch sizes never matter."""
     for holds, field, rule in _rules(engine, shape, topology):
-        if not holds:  # a search asks often, and most hold
-            yield holds, field, f"engine {engine} {rule}"
+        yield holds, field, f"engine {engine} {rule}"
 
 
 def _rules(engine: str, shape: ModelShape, t: Any) -> Rules:
@@ -217,13 +219,13 @@ def _rules(engine: str, shape: ModelShape, t: Any) -> Rules:
         return
     yield t.cp == 1, "cp", "shares no sequence"
     yield t.precision != "fp8", "precision", "has no Transformer Engine"
-    yield not t.overlap_tp, "overlap_tp", "has no Transformer Engine"
+    yield t.overlap_tp == 0, "overlap_tp", "has no Transformer Engine"
     if engine == "deepspeed-3d":
-        bare = t.partition != "uniform" and shape.num_layers + 2 < 2 * t.pp
-        sums = not t.fp32_gradients or t.pp == 1 or t.precision == "fp32"
-        sums = sums or (t.precision == "bf16" and t.offload == "none")
+        is_full = (t.partition == "uniform") | (shape.num_layers + 2 >= 2 * t.pp)
+        sums = (t.precision == "bf16") & (t.offload == "none")
+        sums = sums | (t.precision == "fp32") | (t.pp == 1) | (not t.fp32_gradients)
         yield t.zero == 1, "zero", "has ZeRO stage 1"
-        yield not bare, "pp", "needs a transformer layer on every stage"
+        yield is_full, "pp", "needs a transformer layer on every stage"
         yield t.interleaving == 1, "interleaving", "has no interleaved schedule"
         yield sums, "fp32_gradients", "has fp32 sums in bf16 without offload alone"
         recomputes: Sequence[str] = ("none", "full", "block")
@@ -239,26 +241,23 @@ def _rules(engine: str, shape: ModelShape, t: Any) -> Rules:
         yield kernel, "attention", rule
         recomputes = ("none", "full")
     rule = f"has {' or '.join(recomputes)}"
-    yield t.recompute in recomputes, "recompute", rule
+    yield np.isin(t.recompute, recomputes), "recompute", rule
     even = "cuts its stages evenly, or by type"
-    yield t.first_stage_layers == t.last_stage_layers == 0, "pp", even
-    early = engine != "deepspeed-3d" and not has_bf16_optimizer(t)
+    yield (t.first_stage_layers == 0) & (t.last_stage_layers == 0), "pp", even
+    early = (has_bf16_optimizer(t) == 0) & (engine != "deepspeed-3d")
     rule = "sums them after the last microbatch"
-    yield early or not t.overlap_grad_reduce, "overlap_grad_reduce", rule
+    yield early | (t.overlap_grad_reduce == 0), "overlap_grad_reduce", rule
     rule = "gathers them after the step, in ZeRO-3 as it sums"
-    yield not t.overlap_param_gather, "overlap_param_gather", rule
+    yield t.overlap_param_gather == 0, "overlap_param_gather", rule
 
 
 def _megatron_rules(shape: ModelShape, t: Any) -> Rules:
-    if t.precision == "fp8":
-        tokens = shape.seq_length // t.cp
-        if t.sequence_parallel:
-            tokens //= t.tp
-        qkv = shape.hidden_size + 2 * shape.kv_heads * shape.head_dim
-        sides = [tokens, *(width // t.tp for width in (shape.hidden_size, shape.ffn, qkv))]
-        rule = (
-            "multiplies fp8 matrices whose sides, tokens and widths of a rank, are multiples of 16"
-        )
-        yield all(side % 16 == 0 for side in sides), "precision", rule
+    tokens = shape.seq_length // t.cp // np.where(t.sequence_parallel, t.tp, 1)
+    qkv = shape.hidden_size + 2 * shape.kv_heads * shape.head_dim
+    rule = "multiplies fp8 matrices whose sides, tokens and widths of a rank, are multiples of 16"
+    is_aligned = tokens % 16 == 0
+    for width in (shape.hidden_size, shape.ffn, qkv):
+        is_aligned = is_aligned & (width // t.tp % 16 == 0)
+    yield (t.precision != "fp8") | is_aligned, "precision", rule
     yield t.zero <= 1, "zero", "has ZeRO stage 0 and 1 (its distributed optimizer)"
     yield t.offload == "none", "offload", "does not offload"

@@ -7,6 +7,8 @@ from itertools import chain
 from operator import attrgetter
 from typing import Any
 
+import numpy as np
+
 from trilane.config.cluster import PRECISIONS, Cluster
 from trilane.config.model import ModelShape
 from trilane.config.options import Rules, changed, check, first_broken, option
@@ -51,6 +53,7 @@ class Topology(Record):
         "context-parallel size: GPUs that share each sequence",
         label="cp{}",
         megatron="context-parallel-size",
+        search=(),
     )
     zero: int = option(
         0,
@@ -92,12 +95,14 @@ class Topology(Record):
         "layers of the first stage; 0: as the others",
         0,
         label="first{}",
+        search=(),
         megatron="decoder-first-pipeline-num-layers",
     )
     last_stage_layers: int = _size(
         "layers of the last stage; 0: as the others",
         0,
         label="last{}",
+        search=(),
         megatron="decoder-last-pipeline-num-layers",
     )
     offload: str = _words(
@@ -113,7 +118,9 @@ class Topology(Record):
         label="hostinputs",
     )
     precision: str = _words(
-        "of weights and matrix products; in fp8 and fp4 products alone, else as in bf16", PRECISIONS
+        "of weights and matrix products; in fp8 and fp4 products alone, else as in bf16",
+        PRECISIONS,
+        search=(),
     )
     fp32_gradients: bool = option(
         False, "sum 16-bit gradients in fp32; engine megatron always does"
@@ -146,14 +153,13 @@ class Topology(Record):
     )
     # Megatron-LM's --tp-comm-overlap, which needs Transformer Engine
     overlap_tp: bool = option(
-        False, "hide tensor-parallel messages under matmuls", label="overlaptp"
+        False, "hide tensor-parallel messages under matmuls", label="overlaptp", search=()
     )
     # HSDP, MiCS; Megatron-LM has their number, --num-distributed-optimizer-instances
     shards: int = _size(
         "ranks that share states out, replicas between them; 0: all",
         0,
         label="shards{}",
-        search=(0,),
     )
 
     def __post_init__(self) -> None:
@@ -164,26 +170,27 @@ class Topology(Record):
     def rules(self) -> Rules:
         """What no topology can be, whatever the model and the machine."""
         t = self
-        yield t.tp > 1 or not t.sequence_parallel, "sequence_parallel", "needs tp > 1"
-        yield t.zero > 0 or t.offload == "none", "offload", "needs ZeRO stage 1 or more"
+        yield (t.tp > 1) | (t.sequence_parallel == 0), "sequence_parallel", "needs tp > 1"
+        yield (t.zero > 0) | (t.offload == "none"), "offload", "needs ZeRO stage 1 or more"
         rule = "parameters can be offloaded by ZeRO-3 only"
-        yield t.zero == 3 or t.offload != "full", "offload", rule
+        yield (t.zero == 3) | (t.offload != "full"), "offload", rule
         is_full = t.recompute == "full"
-        yield is_full or not t.offload_checkpoints, "offload_checkpoints", "needs recompute full"
-        yield t.pp > 1 or t.interleaving == 1, "interleaving", "needs pp > 1"
-        is_named = t.first_stage_layers > 0 or t.last_stage_layers > 0
+        rule = "needs recompute full"
+        yield is_full | (not t.offload_checkpoints), "offload_checkpoints", rule
+        yield (t.pp > 1) | (t.interleaving == 1), "interleaving", "needs pp > 1"
+        is_even = (t.first_stage_layers == 0) & (t.last_stage_layers == 0)
         rule = "must be above 1 with a number of layers for the first or the last stage"
-        yield t.pp > 1 or not is_named, "pp", rule
+        yield (t.pp > 1) | is_even, "pp", rule
         rule = "contradicts a number of layers for the first or the last stage"
-        yield t.partition == "uniform" or not is_named, "partition", rule
-        gathers = t.zero == 1 and t.overlap_grad_reduce
+        yield (t.partition == "uniform") | is_even, "partition", rule
+        gathers = (t.zero == 1) & t.overlap_grad_reduce
         rule = "needs ZeRO stage 1 and overlap_grad_reduce"
-        yield gathers or not t.overlap_param_gather, "overlap_param_gather", rule
+        yield gathers | (t.overlap_param_gather == 0), "overlap_param_gather", rule
         rule = "needs sequence_parallel"
-        yield t.sequence_parallel or not t.overlap_tp, "overlap_tp", rule
+        yield t.sequence_parallel | (t.overlap_tp == 0), "overlap_tp", rule
         rule = "needs recompute block, and block at least 1"
         yield (t.recompute == "block") == (t.recompute_layers > 0), "recompute_layers", rule
-        yield t.zero > 0 or not t.shards, "shards", "needs ZeRO stage 1 or more"
+        yield (t.zero > 0) | (not t.shards), "shards", "needs ZeRO stage 1 or more"
         yield not t.shards or t.dp * t.cp % t.shards == 0, "shards", "must divide dp x cp"
 
     @property
@@ -243,8 +250,8 @@ class HasTopology:
 
 
 def size_rules(t: Any, shape: ModelShape) -> Rules:
-    """What a model asks of tp alone. Here and below `t` is anything with a Topology's fields, also
-    with arrays as mbs and gbs.
+    """What a model asks of tp alone. Here and below `t` is anything with a Topology's fields; those
+    that a search varies may be arrays, which is why rules combine them by & and |.
     """
     for size in ("num_attention_heads", "vocab_size", "hidden_size", "ffn"):
         yield getattr(shape, size) % t.tp == 0, "tp", f"must divide {size}"
@@ -260,20 +267,22 @@ def shape_rules(t: Any, shape: ModelShape) -> Rules:
     rule = "must divide seq_length into two halves a rank"
     yield t.cp == 1 or shape.seq_length % (2 * t.cp) == 0, "cp", rule
     rule = "must divide seq_length where sequences are parallel"
-    yield not t.sequence_parallel or shape.seq_length % t.tp == 0, "tp", rule
+    yield (t.sequence_parallel == 0) | (shape.seq_length % t.tp == 0), "tp", rule
     first = t.first_stage_layers
     last = t.last_stage_layers
     # the model chunks of the stages without a number of layers by name share the others
     chunks = (t.pp - (first > 0) - (last > 0)) * t.interleaving
-    layers = shape.num_layers + (0 if t.partition == "uniform" else 2) - first - last
-    shares = layers % chunks == 0 < layers if chunks else layers == 0
+    layers = shape.num_layers + 2 * (t.partition != "uniform") - first - last
+    shares = (layers >= 0) & (layers % np.maximum(chunks, 1) == 0)
+    shares = shares & ((layers > 0) == (chunks > 0))
     yield shares, "pp", "stages (times interleaving) must share the layers evenly"
     rule = "must divide a number of layers for the first or the last stage"
-    yield first % t.interleaving == last % t.interleaving == 0, "interleaving", rule
+    divides = (first % t.interleaving == 0) & (last % t.interleaving == 0)
+    yield divides, "interleaving", rule
     rule = "must not exceed num_layers"
     yield t.recompute_layers <= shape.num_layers, "recompute_layers", rule
     rule = "interleaving needs microbatches % pp == 0"
-    yield t.interleaving == 1 or t.microbatches % t.pp == 0, "gbs", rule
+    yield (t.interleaving == 1) | (t.microbatches % t.pp == 0), "gbs", rule
 
 
 def cluster_rules(t: Any, cluster: Cluster) -> Rules:

@@ -73,7 +73,7 @@ class Calibration(Record, Constants):
     `rows` fitted to.
 
     `stack` is the software whose shipped rows they are; "" for rows of one's own, or none. `own`
-    has the sizes of one's own runs, in the order of predict.SPANS. `deviations` are those of the
+    has the sizes of one's own runs, in the order of support.SPANS. `deviations` are those of the
     constants' logarithms, in the order of BOUNDS; () for those of the priors. `name` is where they
     were taken from: a cluster, a software stack, a study or a file; `card` is that of one's own
     rows. Raises ValueError for a constant outside its physical bound.

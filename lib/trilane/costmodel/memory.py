@@ -185,11 +185,11 @@ def activation_bytes_per_layer(columns: Columns, constants: MemoryConstants = DE
     keeps one more of them. fp8 (and fp4, which holds less): inputs of linear layers in 8 bits, the
     core's output beside them (Transformer Engine, module/linear.py). unfused, with a gate as in
     transformers' Llama: fp32 copies in two RMSNorms (8, less masks of dropout), its product. Scores
-    that an engine here writes need all keys; transformers' Llama and BLOOM keep their softmax in fp32, too. Dropout
-    masks are 2 of the 10. selective: queries that share keys are a copy beside all channels
-    (megatron-core). whole: keys and values of cp parts, and the output of two chunks joined;
-    Transformer Engine has a ring. operators: the layer's input, attention's output and every second
-    matmul's, of q, k, v, o, in, gate, out; with sequence parallelism what was reduced, too
+    that an engine here writes need all keys; transformers' Llama and BLOOM keep their softmax in
+    fp32, too. Dropout masks are 2 of the 10. selective: queries that share keys are a copy beside
+    all channels (megatron-core). whole: keys and values of cp parts, and the output of two chunks
+    joined; Transformer Engine has a ring. operators: the layer's input, attention's output and
+    every second matmul's, of q, k, v, o, in, gate, out; with sequence parallelism what was reduced, too
     (torchtitan 2025, `_op_sac_save_list` of its llama3).
     """
     x = columns

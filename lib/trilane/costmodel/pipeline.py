@@ -63,7 +63,8 @@ def pipeline_schedule(topology: Topology, prediction: Prediction) -> PipelineSch
     once through the others. With equal stages, or where the last one is the slowest, the schedule
     ends exactly when the prediction does. Otherwise it ends earlier, by the whole predicted bubble
     at most: stages that wait for a slow one do a part of their fill and drain meanwhile. Over 600
-    plans of four searches that was 0.01 % of the iteration at most.
+    plans of four searches that was 0.01 % of the iteration at most, with stages that have a number
+    of layers of their own and several chunks 7 %.
     """
     m = topology.microbatches
     time = prediction.time

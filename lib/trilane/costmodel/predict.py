@@ -2,7 +2,6 @@
 uncertainty; and the measured rows that it rests on.
 """
 
-import functools
 import math
 import warnings
 from collections.abc import Mapping, Sequence
@@ -23,9 +22,7 @@ from trilane.costmodel.measured_rows import (
     MeasuredRow,
     Skipped,
     each_row,
-    every_row,
     ignored_columns,
-    usable,
 )
 from trilane.costmodel.memory import (
     MemoryConstants,
@@ -36,6 +33,7 @@ from trilane.costmodel.memory import (
     oom_probability,
 )
 from trilane.costmodel.shipped import calibration_for, constants_of, default
+from trilane.costmodel.support import Support, support
 from trilane.utils.numbers import with_bounds
 from trilane.utils.tables import DataFrame, Record, as_json
 from trilane.workspace.study import load_cluster
@@ -43,175 +41,6 @@ from trilane.workspace.study import load_cluster
 # probability of running out of memory above which a plan is listed apart, and never recommended
 SAFE = 0.01
 IMPOSSIBLE = 0.5  # from here on a search refuses it
-# How far two runs are apart: for each size, the factor that counts as 1 (a quite different run),
-# and what else counts.
-SPANS = {
-    "hidden": 4,
-    "layers": 8,
-    "seq": 4,
-    "tokens": 8,
-    "gpus": 16,
-    "tp": 8,
-    "pp": 16,
-    "microbatches": 16,
-}
-KINDS = {
-    "card": 1.5,
-    "cluster": 0.7,
-    "attention kernel": 1.0,
-    "precision": 1.0,
-    "recomputation": 0.5,
-    "offload": 1.0,
-    "MLP": 0.4,
-    "key-value heads": 0.3,
-    "ZeRO": 0.5,
-    "context parallelism": 1.0,
-    "groups over nodes": 1.0,
-}
-SOFTWARE = 2.0  # on Jean Zay's rows of 2024 the constants of 2022 miss by 9 to 20 %
-NAMES = {
-    "hidden": "hidden size",
-    "layers": "number of layers",
-    "seq": "sequence length",
-    "gpus": "number of GPUs",
-    "tokens": "microbatch",
-    "microbatches": "number of microbatches",
-}
-DIFFERS = 0.4  # the smallest distance that is named
-NEAR = 0.5  # up to this distance the fitted interval holds
-FAR = 1.0  # from here on no measured run supports a prediction
-
-
-@dataclass(frozen=True, kw_only=True)
-class Support:
-    """Which measured run a prediction rests on: the nearest `row`, its distance, and what sets it
-    apart.
-
-    A distance is the root of the squares of what differs: a size by its SPANS factor counts 1, a
-    kind by KINDS. `stack` is its software. `mfu` is the share of the card's peak
-    that the prediction reaches, and `record` the largest that any measured run of such cards has.
-    """
-
-    DERIVED = ("words",)
-    row: str
-    distance: float
-    differs: tuple[str, ...]
-    stack: str
-    mfu: float
-    record: float
-
-    @property
-    def words(self) -> str:
-        """One sentence for commands, notebooks and reports."""
-        run = f"{self.row} ({self.stack})" if self.stack else self.row
-        text = f"rests on measured runs such as {run}, at a distance of {self.distance:.1f}"
-        if self.distance > FAR:
-            text = f"no measured run like this; the nearest is {run}, at a distance of "
-            text += f"{self.distance:.1f}: another {', '.join(self.differs)}"
-        if self.mfu > self.record:
-            text += f"; {self.mfu:.0%} of the card's peak, where no measured run has more than "
-            text += f"{self.record:.0%}"
-        return text
-
-    @property
-    def widening(self) -> float:
-        """What the distance adds to the half-width of the interval of ln(seconds), as the root of
-        the squares: a tenth for each unit beyond NEAR, and as much as the prediction is faster than
-        any measured run (our choices).
-        """
-        beyond = min(max(self.distance - NEAR, 0.0), 5.0)
-        return 0.10 * beyond + math.log(max(self.mfu / self.record, 1.0))
-
-
-def support(case: Configuration, calibration: Calibration, seconds: float) -> Support:
-    """The shipped row nearest to a case, of which those of other software than the constants' are
-    further; or the nearest of one's own runs, by its sizes alone, where the constants are of these.
-    """
-    own_sizes = sizes_of(case)
-    if calibration.own:
-        sizes = np.array(calibration.own)
-        other = np.zeros((len(sizes), 0))
-        names = [*SPANS]
-    else:
-        sizes, kinds = _shipped_features()
-        is_foreign = [calibration.stack not in ("", row.stack) for row in every_row()]
-        differs = kinds != np.array(_kinds(case), object)
-        other = np.column_stack([differs, is_foreign]) * [*KINDS.values(), SOFTWARE]
-        names = [*KINDS, "software", *SPANS]
-    spans = np.log(list(SPANS.values()))
-    apart = np.abs(np.log(sizes) / spans - np.log(own_sizes) / spans)
-    parts = np.column_stack([other, apart])
-    distances = np.sqrt((apart**2).sum(1) + (other**2).sum(1))
-    first = int(np.argmin(distances))
-    by_size = sorted(zip(parts[first], names, strict=True), key=lambda pair: -pair[0])
-    return Support(
-        row="one of your own" if calibration.own else every_row()[first].row_id,
-        distance=float(distances[first]),
-        differs=tuple(NAMES.get(name, name) for part, name in by_size if part >= DIFFERS),
-        stack="" if calibration.own else every_row()[first].stack,
-        mfu=_mfu(case, seconds),
-        record=_records().get(_peak(case), math.inf),
-    )
-
-
-def _mfu(case: Configuration, seconds: float) -> float:
-    """Share of the peak in the run's precision, by FLOPs without recomputation."""
-    t = case.topology
-    peak = case.cluster.gpu.flops_per_s(t.precision)
-    return case.shape.flops_per_iteration(t.gbs) / (seconds * t.gpus * peak)
-
-
-def _peak(case: Configuration) -> tuple[tuple[int, ...], str]:
-    """The generation of its card, and the precision of its products."""
-    return case.cluster.gpu.compute_capability, case.topology.precision.replace("bf16", "fp16")
-
-
-@functools.cache
-def _records() -> dict[tuple[tuple[int, ...], str], float]:
-    """The largest share of the peak that a shipped run of each generation of cards and precision
-    has.
-    """
-    records: dict[tuple[tuple[int, ...], str], float] = {}
-    for row in usable(every_row()):
-        peak = _peak(row.case)
-        records[peak] = max(records.get(peak, 0.0), _mfu(row.case, row.seconds))
-    return records
-
-
-def sizes_of(case: Configuration) -> tuple[float, ...]:
-    """The sizes of a case in the order of SPANS."""
-    columns = columns_of(case.shape, case.topology, case.engine)
-    return tuple(float(getattr(columns, name)) for name in SPANS)
-
-
-@functools.cache
-def _shipped_features() -> tuple[np.ndarray, np.ndarray]:
-    """Sizes (N, SPANS) and kinds (N, KINDS) of the shipped rows."""
-    cases = [row.case for row in every_row()]
-    return np.array([sizes_of(c) for c in cases]), np.array([_kinds(c) for c in cases], object)
-
-
-def _kinds(case: Configuration) -> tuple[Any, ...]:
-    """What of a case is no size, in the order of KINDS."""
-    shape = case.shape
-    t = case.topology
-    kernel = "fused"
-    if t.attention == "scores":
-        is_aligned = shape.hidden_size / shape.num_attention_heads % 8 == 0
-        kernel = "aligned" if is_aligned else "unaligned"
-    return (
-        case.cluster.gpu.name.partition("-")[0],
-        case.cluster.name.replace("16g", "32g"),
-        kernel,
-        t.precision in ("fp8", "fp4"),
-        t.recompute,
-        t.offload,
-        shape.is_gated,
-        shape.kv_heads < shape.num_attention_heads,
-        t.zero > 1,
-        t.cp > 1,
-        t.tp > case.cluster.domain,
-    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -21,8 +21,9 @@ from trilane.costmodel.measured_rows import (
     Source,
     read_rows,
 )
-from trilane.costmodel.predict import predict_case, sizes_of
+from trilane.costmodel.predict import predict_case
 from trilane.costmodel.shipped import default
+from trilane.costmodel.support import sizes_of
 from trilane.utils.tables import DataFrame, Html, Table, as_json
 from trilane.utils.validation import require
 from trilane.workspace.study import Study, load_cluster

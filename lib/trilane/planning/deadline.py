@@ -210,4 +210,4 @@ def best_within(
 def _on(shape: ModelShape, request: SizeRequest, count: int) -> list[Proposal]:
     """The shape on its fastest tp x pp x dp."""
     candidates, _ = fastest(shape, request, count)
-    return [proposed(c.plan, c.prediction, request) for c in candidates]
+    return [proposed(c.plan, request) for c in candidates]

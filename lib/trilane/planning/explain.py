@@ -58,11 +58,12 @@ def varied(base: Plan, calibration: Calibration | None, **changes: Any) -> Candi
         plan = base
     elif reason := invalid_reason(plan.shape, plan.topology, plan.cluster):
         raise ValueError(reason)
-    p = predict(plan, calibration)
+    found = Candidate(plan=plan, calibration=calibration)
+    p = found.prediction
     rule = f"must fit the card, which has {plan.cluster.gpu.memory_bytes / 2**30:.3g} GiB"
     needed = f"{p.memory_bytes / 2**30:.3g} GiB"
     require(p.oom_probability <= IMPOSSIBLE, "memory", needed, rule)
-    return Candidate(plan=plan, prediction=p)
+    return found
 
 
 def use_plan(study: Study, chosen: Candidate, calibration: Calibration) -> Path:

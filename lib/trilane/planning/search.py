@@ -3,8 +3,9 @@
 import contextlib
 import dataclasses
 import functools
+import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import chain
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -21,7 +22,7 @@ from trilane.costmodel.calibration import Calibration
 from trilane.costmodel.columns import columns_of
 from trilane.costmodel.iteration import iteration_columns
 from trilane.costmodel.memory import memory_bytes, memory_for, oom_probability
-from trilane.costmodel.predict import IMPOSSIBLE, SAFE, predict
+from trilane.costmodel.predict import IMPOSSIBLE, SAFE
 from trilane.costmodel.shipped import calibration_for
 from trilane.planning.search_result import Candidate, SearchResult, first_per_sizes, sizes_of
 from trilane.planning.space import (
@@ -29,11 +30,9 @@ from trilane.planning.space import (
     SIZES,
     Block,
     ParallelSizes,
-    Point,
     Space,
     block_columns,
     space_for,
-    topology_of,
 )
 from trilane.utils.progress import progress
 from trilane.utils.validation import require_integer
@@ -44,11 +43,11 @@ TOGETHER = 1 << 14  # topologies predicted at once: 128 KiB a column, which stay
 
 
 class Row(NamedTuple):
-    """One topology that can run, with its seconds per sequence and its memory."""
+    """One topology that can run, with its seconds per sequence: a row of a block."""
 
     seconds: float
-    memory: float
-    topology: tuple[ParallelSizes, Point, float, float]  # with mbs and gbs
+    block: Block
+    number: int
 
 
 class _Search:
@@ -84,92 +83,65 @@ class _Search:
         self.refused: Counter[str] = Counter()
         self.runnable = 0
 
-    def allowed(self, block: Any) -> Any:
-        """Which batch sizes of a block no rule refuses: True, False or an array; the refused are
-        counted under the first rule that they break.
+    def block(self, sizes: ParallelSizes) -> Block | None:
+        """What no rule refuses of one tp x pp x dp x cp; the refused are counted under the first
+        rule that they break.
         """
-        keep = True
-        left = len(block.mbs)
-        of_topology = chain(shape_rules(block, self.shape), Topology.rules(block))
-        of_engine = engine_rules(self.space.engine, self.shape, block)
-        for holds, field, rule in chain(of_topology, of_engine):
-            if holds is True:  # most often: a rule that no batch size breaks
+        tp, pp, dp, cp = sizes
+        t: Any = SimpleNamespace(**vars(self.space.fixed))
+        vars(t).update(zip(SIZES, sizes, strict=True))
+        t.gpus = math.prod(sizes)
+        mbs, gbs = self.batches(dp)
+        is_card = self.cluster.gpu.kind == "cuda"
+        points = self.points(self.shape, pp, tp > 1, dp * cp > 1, is_card)
+        keep = np.full((len(points), len(mbs)), True)
+        left = keep.size
+        by_sizes = chain(cluster_rules(t, self.cluster), size_rules(t, self.shape))
+        for holds, field, rule in by_sizes:
+            if not holds:
+                self.refused[f"{field}: {rule}"] += left
+                return None
+        vars(t).update(points.values, mbs=mbs, gbs=gbs)
+        # a remainder of floats takes four times as long
+        t.microbatches = (gbs / (mbs * dp)).astype(np.int32)
+        of_topology = chain(shape_rules(t, self.shape), Topology.rules(t))
+        for holds, field, rule in chain(
+            of_topology, engine_rules(self.space.engine, self.shape, t)
+        ):
+            if np.all(holds):
                 continue
-            keep = keep & holds
+            keep &= holds
             before = left
             left = int(np.count_nonzero(keep))
             self.refused[f"{field}: {rule}"] += before - left
             if not left:
-                return False
-        return keep
-
-    def broken_by_sizes(self, topologies: Any) -> str:
-        """The first rule by which tp, pp and dp alone are refused, "" where there is none: one look
-        refuses all batch sizes and choices.
-        """
-        of_cluster = cluster_rules(topologies, self.cluster)
-        for holds, field, rule in chain(of_cluster, size_rules(topologies, self.shape)):
-            if not holds:
-                return f"{field}: {rule}"
-        for holds, field, rule in engine_rules(self.space.engine, self.shape, topologies):
-            if not holds:
-                return f"{field}: {rule}" if field in SIZES else ""
-        return ""
-
-    def blocks(self, sizes: ParallelSizes) -> Iterator[Block]:
-        """What no rule refuses of one tp x pp x dp, a block for each combination of the other
-        choices.
-        """
-        tp, pp, dp = sizes
-        mbs, gbs = self.batches(dp)
-        topologies: Any = SimpleNamespace(**vars(self.space.fixed))
-        topologies.tp = tp
-        topologies.pp = pp
-        topologies.dp = dp
-        topologies.mbs = mbs
-        topologies.gbs = gbs
-        topologies.gpus = tp * pp * dp * topologies.cp
-        points = self.points(max(self.shape.num_layers // pp, 1), tp > 1, pp > 1, dp > 1)
-        broken = self.broken_by_sizes(topologies)
-        if broken:
-            self.refused[broken] += len(points) * len(mbs)
-            return
-        # a remainder of floats takes four times as long
-        topologies.microbatches = (gbs / (mbs * dp)).astype(np.int32)
-        for point in points:
-            vars(topologies).update(point)
-            keep = self.allowed(topologies)
-            if keep is True:
-                yield Block(sizes, point, mbs, gbs)
-            elif keep is not False:
-                yield Block(sizes, point, mbs[keep], gbs[keep])
+                return None
+        index, batch = np.nonzero(keep)
+        return Block(sizes, points, index, batch, mbs, gbs)
 
     def predict(self, blocks: Sequence[Block]) -> None:
         """Predict the topologies of some blocks together, and keep the best of them."""
-        which = np.repeat(np.arange(len(blocks)), [len(block.mbs) for block in blocks])
-        columns = block_columns(self.columns, blocks, which)
+        columns = block_columns(self.columns, blocks)
         memory = memory_bytes(columns, self.cluster, self.memory)
         probability = oom_probability(memory, self.cluster, self.memory.spread)
-        fits = probability <= IMPOSSIBLE
-        runnable = int(fits.sum())
-        self.refused[MEMORY_RULE] += len(fits) - runnable
+        lengths = [len(block.point) for block in blocks]
+        starts = np.cumsum([0, *lengths])
+        probability = np.broadcast_to(probability, starts[-1])
+        runnable = int(np.count_nonzero(probability <= IMPOSSIBLE))
+        self.refused[MEMORY_RULE] += len(probability) - runnable
         self.runnable += runnable
         if not runnable:
             return
+        each = zip(blocks, np.split(probability, starts[1:-1]), strict=True)
+        fits = np.flatnonzero(np.concatenate([b.worth(p, (SAFE, IMPOSSIBLE)) for b, p in each]))
         columns = columns.take(fits)
-        memory = memory[fits]
-        which = which[fits]
+        which = np.repeat(np.arange(len(blocks)), lengths)[fits]
         seconds = iteration_columns(columns, self.cluster, self.calibration).total / columns.gbs
         numbers = {sizes: n for n, sizes in enumerate({block.sizes for block in blocks})}
         lanes = np.array([numbers[block.sizes] for block in blocks])[which]
 
         def rows(index: np.ndarray) -> list[Row]:
-            found = []
-            for i in index:
-                block = blocks[which[i]]
-                topology = (block.sizes, block.point, columns.mbs[i], columns.gbs[i])
-                found.append(Row(seconds[i], memory[i], topology))
-            return found
+            return [Row(seconds[i], blocks[which[i]], fits[i] - starts[which[i]]) for i in index]
 
         def merged(best: list[Row], able: np.ndarray) -> list[Row]:
             # a row is a Python object: only what may enter the best becomes one
@@ -183,19 +155,20 @@ class _Search:
                 index = index[np.sort(np.unique(lanes[index], return_index=True)[1])]
             ranked = sorted([*best, *rows(index[: self.top])], key=lambda row: row.seconds)
             if self.distinct:
-                ranked = first_per_sizes(ranked, lambda row: row.topology[0])
+                ranked = first_per_sizes(ranked, lambda row: row.block.sizes)
             return ranked[: self.top]
 
         is_risky = probability[fits] > SAFE
         self.safe = merged(self.safe, ~is_risky)
         self.risky = merged(self.risky, is_risky)
-        c = columns
-        kinds = np.stack(np.broadcast_arrays(c.tp, c.pp, c.dp, c.zero, c.recompute, is_risky))
+        zero, recompute = np.broadcast_arrays(columns.zero, columns.recompute, lanes)[:2]
+        kinds = ((lanes * 4 + zero) * 8 + recompute) * 2 + is_risky
         order = np.argsort(seconds, kind="stable")
-        index = order[np.unique(kinds[:, order], axis=1, return_index=True)[1]]
-        for kind, row in zip(kinds[:, index].T.tolist(), rows(index), strict=True):
-            best = self.fastest.get(tuple(kind), row)
-            self.fastest[tuple(kind)] = min(best, row, key=lambda row: row.seconds)
+        index = order[np.unique(kinds[order], return_index=True)[1]]
+        for row, kind in zip(rows(index), kinds[index].tolist(), strict=True):
+            key = (row.block.sizes, kind % 64)
+            best = self.fastest.get(key, row)
+            self.fastest[key] = min(best, row, key=lambda row: row.seconds)
 
     def run(self) -> SearchResult:
         """All topologies, some thousands at a time; what no rule refuses is predicted."""
@@ -203,13 +176,14 @@ class _Search:
         together = list[Block]()
         count = 0
         for sizes in progress(able, "search", "size"):
-            for block in self.blocks(sizes):
+            block = self.block(sizes)
+            if block:
                 together.append(block)
-                count += len(block.mbs)
-                if count > TOGETHER:
-                    self.predict(together)
-                    together = []
-                    count = 0
+                count += len(block.point)
+            if count > TOGETHER:
+                self.predict(together)
+                together = []
+                count = 0
         if together:
             self.predict(together)
         return SearchResult(
@@ -242,10 +216,10 @@ class _Search:
         return self.candidates(sorted(self.fastest.values(), key=lambda row: row.seconds))
 
     def candidates(self, rows: Iterable[Row]) -> list[Candidate]:
-        """Each row as a plan, predicted in full."""
+        """Each row as a plan."""
         found = []
         for row in rows:
-            t = topology_of(self.space, *row.topology)
+            t = row.block.topology(self.space.fixed, row.number)
             label = label_of(self.shape, self.cluster, t, self.space.engine)
             if len(self.space.gbs) > 1:
                 label += f"-gbs{t.gbs}"
@@ -257,7 +231,7 @@ class _Search:
                 engine=self.space.engine,
                 calibration=self.kept,
             )
-            found.append(Candidate(plan=plan, prediction=predict(plan, self.calibration)))
+            found.append(Candidate(plan=plan, calibration=self.calibration))
         return found
 
 
@@ -271,7 +245,6 @@ def search_space(
 ) -> SearchResult:
     """Predict every topology of a space: the `top` fastest, and those of each kind."""
     require_integer("top", top, 1)
-    cluster.gpu.flops_per_s(space.fixed.precision)
     known = calibration or calibration_for(cluster)
     return _Search(shape, cluster, space, known, top, distinct).run()
 
@@ -284,7 +257,7 @@ def search(
     gbs: int | Sequence[int],
     engine: str = ENGINES[0],
     calibration: Calibration | str | None = None,
-    top: int = 500,
+    top: int = 200,
     distinct: bool = False,
     **choices: Any,
 ) -> SearchResult:

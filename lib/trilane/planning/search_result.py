@@ -4,11 +4,13 @@ refused.
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from trilane.config.parallelism import HasTopology, Topology
 from trilane.config.plan import Plan
-from trilane.costmodel.predict import SAFE, Prediction
+from trilane.costmodel.calibration import Calibration
+from trilane.costmodel.predict import SAFE, Prediction, predict
 from trilane.planning.space import ParallelSizes, Space
 from trilane.utils import tables
 from trilane.utils.numbers import chance, with_bounds
@@ -23,10 +25,16 @@ TIE = 0.03
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate(Record, HasTopology):
-    """A plan of a search and its prediction."""
+    """A plan of a search, with the constants that predict it."""
 
     plan: Plan
-    prediction: Prediction
+    calibration: Calibration | None = field(default=None, repr=False)
+
+    @cached_property
+    def prediction(self) -> Prediction:
+        """What it is expected to take."""
+        found: Prediction = predict(self.plan, self.calibration)
+        return found
 
     @property
     def topology(self) -> Topology:
@@ -133,8 +141,9 @@ def ranks(seconds: Sequence[float]) -> list[int]:
 
 
 def sizes_of(candidate: Candidate) -> ParallelSizes:
-    """Its tp, pp and dp."""
-    return candidate.topology.tp, candidate.topology.pp, candidate.topology.dp
+    """Its tp, pp, dp and cp."""
+    t = candidate.topology
+    return t.tp, t.pp, t.dp, t.cp
 
 
 def first_per_sizes(rows: Iterable[T], sizes: Callable[[T], ParallelSizes]) -> list[T]:

@@ -15,7 +15,7 @@ from trilane.config.engines import default_topology, label_of
 from trilane.config.model import ModelShape, padded_vocab_size
 from trilane.config.parallelism import Topology, invalid_reason
 from trilane.config.plan import Plan
-from trilane.costmodel.predict import SAFE, Prediction, predict
+from trilane.costmodel.predict import SAFE, predict
 from trilane.forecasting.forecast import forecast
 from trilane.planning.search import search
 from trilane.planning.search_result import (
@@ -253,7 +253,7 @@ def _proposal(plan: Plan, request: SizeRequest) -> Proposal:
     t = plan.topology
     prediction = predict(plan, request.calibration)
     # the number of rules broken and seconds, of each number of heads that is safe enough
-    able = list[tuple[int, float, Plan, Prediction]]()
+    able = list[tuple[int, float, Plan]]()
     counts = list[int]()
     if plan.shape.num_key_value_heads is None:
         counts = usable_heads(plan.shape.hidden_size, t.tp)
@@ -263,20 +263,19 @@ def _proposal(plan: Plan, request: SizeRequest) -> Proposal:
         other = replace(plan, shape=shape, label=label)
         p = predict(other, request.calibration)
         if p.oom_probability <= max(SAFE, prediction.oom_probability):
-            able.append((len(broken_rules(shape, t)), p.sec_per_it, other, p))
+            able.append((len(broken_rules(shape, t)), p.sec_per_it, other))
     if able:
-        _, _, plan, prediction = min(able, key=lambda tried: tried[:2])
-    return proposed(plan, prediction, request, broken_rules(plan.shape, t))
+        plan = min(able, key=lambda tried: tried[:2])[2]
+    return proposed(plan, request, broken_rules(plan.shape, t))
 
 
-def proposed(
-    plan: Plan, prediction: Prediction, request: SizeRequest, notes: Iterable[str] = ()
-) -> Proposal:
+def proposed(plan: Plan, request: SizeRequest, notes: Iterable[str] = ()) -> Proposal:
     """The plan as long as the request's tokens, whole iterations."""
     batch = plan.topology.gbs * plan.shape.seq_length
     iterations = math.ceil(request.tokens_of(plan.shape.parameters) / batch)
     plan = replace(plan, run=replace(plan.run, train_iters=iterations))
-    return Proposal(plan=plan, prediction=prediction, request=request, notes=tuple(notes))
+    calibration = request.calibration
+    return Proposal(plan=plan, calibration=calibration, request=request, notes=tuple(notes))
 
 
 def broken_rules(shape: ModelShape, topology: Topology) -> list[str]:
@@ -362,7 +361,7 @@ def survey_shapes(
             )
             t = default_topology(shape, cluster, mbs=gbs, gbs=gbs)
             plan = Plan(label=t.label, shape=shape, cluster=cluster, topology=t)
-            rows.append(Candidate(plan=plan, prediction=predict(plan)))
+            rows.append(Candidate(plan=plan))
     require(bool(rows), "head_dim", head_dim, "must divide some hidden size of 64, 128, ... 448")
     rows.sort(key=lambda c: (c.plan.shape.parameters, -c.prediction.sec_per_it))
     best = min(rows, key=lambda c: c.prediction.sec_per_it)

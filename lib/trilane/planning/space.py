@@ -1,6 +1,8 @@
 """Space: which topologies a search looks at, in blocks of one tp x pp x dp and all batch sizes."""
 
 import dataclasses
+import itertools
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
@@ -16,19 +18,25 @@ from trilane.config.engines import (
 )
 from trilane.config.model import ModelShape
 from trilane.config.options import check_field, read_field
-from trilane.config.parallelism import Topology, invalid_reason
+from trilane.config.parallelism import Topology
 from trilane.costmodel.columns import Columns, number_of
 from trilane.utils.tables import Record
 from trilane.utils.validation import require, require_known
 
-ParallelSizes = tuple[int, int, int]  # tp, pp, dp
-Point = dict[str, Any]  # what a topology is apart from its parallel sizes and batch sizes
-VARIED = {f.name: tuple(f.metadata["search"]) for f in fields(Topology) if "search" in f.metadata}
-SIZES = ("tp", "pp", "dp")
+ParallelSizes = tuple[int, int, int, int]
+SIZES = ("tp", "pp", "dp", "cp")
+SEARCHED = {f.name: tuple(f.metadata["search"]) for f in fields(Topology) if "search" in f.metadata}
+# how layers are dealt to stages, and how many are computed again: each depends on those before
+ENDS = ("first_stage_layers", "last_stage_layers")
+STAGES = ("partition", *ENDS, "interleaving", "recompute", "recompute_layers")
+# the rest of what a search varies; of HELD the values that are asked for alone
+HELD = ("offload", "precision", "overlap_tp")
+OVERLAPS = ("overlap_grad_reduce", "overlap_param_gather")
+OTHERS = ("zero", "sequence_parallel", *OVERLAPS, *HELD)
+VARIED = (*STAGES, *OTHERS)
 ANY = "any"  # engine
 FREE = (*SIZES, "mbs", *VARIED)
-OVERLAPS = ("overlap_grad_reduce", "overlap_param_gather")
-# which of them each engine has
+# which overlaps each engine has
 OVERLAPPED = {
     "megatron": OVERLAPS,
     "deepspeed-3d": (),
@@ -40,6 +48,46 @@ OVERLAPPED = {
 def divisors(n: int) -> list[int]:
     """The divisors of n, ascending."""
     return [d for d in range(1, n + 1) if n % d == 0]
+
+
+class Points:
+    """What topologies are apart from their parallel sizes and batch sizes: each way to deal and
+    recompute layers with each of the other choices, P points in all.
+
+    `values` are those of VARIED, (P, 1), and `numbers` those of Columns, (P,); `ladders` are the
+    runs of stages that differ in nothing but a rising number of recomputed layers.
+    """
+
+    def __init__(self, stages: Sequence[tuple[Any, ...]], others: Sequence[tuple[Any, ...]]):
+        self.stages = stages
+        self.others = others
+        self.values = dict[str, np.ndarray]()
+        self.numbers = dict[str, np.ndarray]()
+        for names, rows, spread in (
+            (STAGES, stages, lambda column: np.repeat(column, len(others))),
+            (OTHERS, others, lambda column: np.tile(column, len(stages))),
+        ):
+            for name, column in zip(names, zip(*rows, strict=True), strict=True):
+                self.values[name] = spread(np.array(column))[:, None]
+                numbers = {value: float(number_of(name, value)) for value in {*column}}
+                self.numbers[name] = spread(np.array([numbers[value] for value in column]))
+
+        self.ladders = list[tuple[int, int]]()
+        for (*_, recompute), group in itertools.groupby(range(len(stages)), self._layout):
+            steps = [*group]
+            if recompute == "block":
+                self.ladders.append((steps[0], steps[-1] + 1))
+
+    def _layout(self, stage: int) -> tuple[Any, ...]:
+        return self.stages[stage][:-1]
+
+    def __len__(self) -> int:
+        return len(self.stages) * len(self.others)
+
+    def __getitem__(self, point: int) -> dict[str, Any]:
+        """The choices of a point."""
+        stage, other = divmod(point, len(self.others))
+        return dict(zip(VARIED, (*self.stages[stage], *self.others[other]), strict=True))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,16 +115,16 @@ class Space(Record):
             for value in values:
                 check_field(Topology, "dp" if name == "gpus" else name, value)
         if not any(self.sizes()):
-            name = [*(size for size in SIZES if size in self.pins), "cp"][0]
-            value = self.pins.get(name, (self.fixed.cp,))[0]
-            rule = f"no tp x pp x dp with the pinned sizes makes gpus={self.gpus[0]}"
-            require(False, name, value, rule)
+            name = next(size for size in SIZES if size in self.pins)
+            rule = f"no tp x pp x dp x cp with the pinned sizes makes gpus={self.gpus[0]}"
+            require(False, name, self.pins[name][0], rule)
 
     @property
     def held_fixed(self) -> str:
         """What the search does not vary, in words."""
         t = self.fixed
-        held = {"engine": self.engine, "precision": t.precision, "attention": t.attention}
+        held = {"engine": self.engine, "attention": t.attention}
+        held |= {name: getattr(t, name) for name in HELD[1:]}
         usual = Topology()
         for name, value in vars(t).items():
             if name not in FREE and value != getattr(usual, name):
@@ -87,19 +135,18 @@ class Space(Record):
         return ", ".join(f"{name} {value}" for name, value in held.items())
 
     def sizes(self) -> Iterator[ParallelSizes]:
-        """Every (tp, pp, dp) of one of the GPU counts that the pins allow."""
+        """Every (tp, pp, dp, cp) of one of the GPU counts that the pins allow."""
         for gpus in self.gpus:
-            if gpus % self.fixed.cp:
-                continue
-            ranks = gpus // self.fixed.cp
-            for tp in divisors(ranks):
-                for pp in divisors(ranks // tp):
-                    sizes = (tp, pp, ranks // tp // pp)
-                    if all(
-                        size in self.pins.get(n, (size,))
-                        for n, size in zip(SIZES, sizes, strict=True)
-                    ):
-                        yield sizes
+            for tp in self._sizes("tp", gpus):
+                for pp in self._sizes("pp", gpus // tp):
+                    for cp in self._sizes("cp", gpus // tp // pp):
+                        dp = gpus // tp // pp // cp
+                        if dp in self.pins.get("dp", (dp,)):
+                            yield tp, pp, dp, cp
+
+    def _sizes(self, name: str, ranks: int) -> list[int]:
+        usual = (1,) if name == "cp" and self.engine != ENGINES[0] else divisors(ranks)
+        return [size for size in self.pins.get(name, usual) if ranks % size == 0]
 
     def batches(self, dp: int) -> tuple[np.ndarray, np.ndarray]:
         """Every (mbs, gbs) with gbs a multiple of mbs x dp, as two arrays."""
@@ -114,47 +161,84 @@ class Space(Record):
                     gbs.append(batch)
         return np.array(mbs, float), np.array(gbs, float)
 
-    def points(self, held: int, has_tp: bool, has_pp: bool, has_dp: bool) -> list[Point]:
-        """Every combination of the remaining choices that means something on stages of `held`
-        layers.
+    def points(
+        self, shape: ModelShape, pp: int, has_tp: bool, has_dp: bool, is_card: bool = True
+    ) -> Points:
+        """Every combination of the remaining choices that means something on `pp` stages. What
+        never costs on a card is not varied: sequence parallelism, and Megatron-Core's overlaps.
         """
-        values = {name: self.pins.get(name, usual) for name, usual in VARIED.items()}
-        # neither means anything without a pipeline or tensor parallelism; where one is pinned there
-        # is no other choice
-        values["interleaving"] = values["interleaving"] or tuple(divisors(held))
-        if not has_pp:
-            values["interleaving"] = _only(1, values["interleaving"])
-        if not has_tp:
-            values["sequence_parallel"] = _only(False, values["sequence_parallel"])
-        for name in OVERLAPS:
-            if name not in self.pins and not (has_dp and name in OVERLAPPED[self.engine]):
-                values[name] = (False,)
-        # of a stage's layers a quarter, half and three quarters, as many of each chunk; all of them
-        # are recompute full
-        is_pinned = bool(values["recompute_layers"])
-        if not is_pinned:
-            values["recompute_layers"] = tuple(sorted({held * k // 4 for k in range(4)}))
+        others = [self._values(name, has_tp, has_dp) for name in OTHERS]
+        if has_tp and is_card and "sequence_parallel" not in self.pins:
+            others[1] = (True,)
+        free = [row for row in itertools.product(*others) if self._is_useful(row)]
+        stages = [
+            (*stage, *again)
+            for stage in self._stages(shape, pp)
+            for again in self._recomputed(shape, pp, *stage)
+        ]
+        return Points(stages, free)
 
-        def is_useful(name: str, point: Point) -> bool:
-            """Whether a value means something with those before it in VARIED."""
-            if name == "recompute_layers":
-                return (point["recompute"] == "block") == (point["recompute_layers"] > 0)
-            if name == "interleaving" and not is_pinned:
-                return point["recompute_layers"] * point["interleaving"] < held
-            if name == OVERLAPS[1] and point[name] and name not in self.pins:
-                return point[OVERLAPS[0]] and point["zero"] == 1
-            return True
+    def _values(self, name: str, has_tp: bool, has_dp: bool) -> tuple[Any, ...]:
+        """The values of a choice; without what it is about there is no other than the first."""
+        values = self.pins.get(name, SEARCHED[name])
+        if name in HELD:
+            return self.pins.get(name, (getattr(self.fixed, name),))
+        if name == "sequence_parallel" and not has_tp:
+            return _only(False, values)
+        if name in OVERLAPS and name not in self.pins:
+            overlaps = has_dp and name in OVERLAPPED[self.engine]
+            is_free = self.engine == ENGINES[0] and name == OVERLAPS[0]
+            return values[is_free:] if overlaps else (False,)
+        return values
 
-        points = list[Point]([{}])
-        for name, choices in values.items():
-            longer = []
-            for point in points:
-                for value in choices:
-                    candidate = {**point, name: value}
-                    if is_useful(name, candidate):
-                        longer.append(candidate)
-            points = longer
-        return points
+    def _is_useful(self, row: tuple[Any, ...]) -> bool:
+        """Whether weights are gathered where they can be, if not pinned."""
+        zero, _, reduces, gathers, *_ = row
+        return OVERLAPS[1] in self.pins or gathers == (reduces and zero == 1)
+
+    def _stages(self, shape: ModelShape, pp: int) -> Iterator[tuple[Any, ...]]:
+        """How layers are dealt: evenly, with embedding and head as layers, or with up to three
+        less on the first stage and as many less on the last as the head weighs, and two more; each
+        with every number of chunks.
+
+        What cannot be dealt is there once, with one chunk, so that a rule refuses it.
+        """
+        pinned = self.pins.get("interleaving")
+        ends = [self.pins.get(name) for name in ENDS]
+        # the head over a layer, in products of its hidden size: V h over 12 h^2
+        head = math.ceil(shape.vocab_size / (12 * shape.hidden_size))
+        for partition in self.pins.get("partition", SEARCHED["partition"]):
+            units = shape.num_layers + 2 * (partition != "uniform")
+            usual = [0]
+            if pp > 1 and partition == "uniform":
+                usual += range(max(units // pp - head - 2, 1), -(-units // pp))
+            for first, last in itertools.product(*(end or usual for end in ends)):
+                rest = units - first - last
+                others = pp - (first > 0) - (last > 0)
+                each = first or last
+                even = rest == 0
+                if others > 0:
+                    each, left = divmod(rest, others)
+                    even = left == 0 < each
+                is_light = each - 3 <= (first or each) and each - head - 2 <= (last or each)
+                if pinned or any(ends) or not (first or last) or (even and is_light):
+                    chunks = math.gcd(first, last, each) if even else 1
+                    for v in pinned or divisors(chunks if pp > 1 else 1):
+                        yield partition, first, last, v
+
+    def _recomputed(
+        self, shape: ModelShape, pp: int, partition: str, first: int, last: int, chunks: int
+    ) -> Iterator[tuple[str, int]]:
+        """What is computed again: of each chunk of a stage in the middle every number of layers."""
+        pinned = self.pins.get("recompute_layers")
+        others = max(pp - (first > 0) - (last > 0), 1)
+        units = shape.num_layers + 2 * (partition != "uniform") - first - last
+        usual = range(1, units // others // chunks)
+        for recompute in self.pins.get("recompute", SEARCHED["recompute"]):
+            if recompute == "block":
+                yield from ((recompute, layers) for layers in pinned or usual if layers)
+            elif not pinned or 0 in pinned:
+                yield recompute, 0
 
 
 def space_for(
@@ -181,8 +265,10 @@ def space_for(
             given[name] = value
     for count in _tuple(gpus):
         require(count <= cluster.max_gpus, "gpus", count, f"{cluster.name} has {cluster.max_gpus}")
-    precision = given.get("precision", default_precision(cluster))
-    cluster.gpu.flops_per_s(precision)
+    precisions = _tuple(given.get("precision", default_precision(cluster)))
+    for one in precisions:
+        cluster.gpu.flops_per_s(one)
+    precision = precisions[0]
     offload = _tuple(given.get("offload", "none"))[0]
     settings = {
         "attention": default_attention(shape, cluster, precision, engine),
@@ -196,9 +282,6 @@ def space_for(
         else:
             settings[name] = value
     fixed = Topology(**settings)
-    reason = invalid_reason(shape, Topology(cp=fixed.cp))
-    if reason:
-        raise ValueError(reason)
     return Space(gpus=_tuple(gpus), gbs=_tuple(gbs), engine=engine, pins=pins, fixed=fixed)
 
 
@@ -235,36 +318,55 @@ def _tuple(value: Any) -> tuple[Any, ...]:
 
 
 class Block(NamedTuple):
-    """Topologies that differ in nothing but their batch sizes, two arrays."""
+    """Topologies of one tp x pp x dp x cp, R rows: of each its number among the points and among
+    the batch sizes, of which there are B.
+    """
 
     sizes: ParallelSizes
-    point: Point
+    points: Points
+    point: np.ndarray
+    batch: np.ndarray
     mbs: np.ndarray
     gbs: np.ndarray
 
+    def topology(self, fixed: Topology, row: int) -> Topology:
+        """One of them."""
+        values: dict[str, Any] = dict(zip(SIZES, self.sizes, strict=True))
+        values |= self.points[self.point[row]]
+        values["mbs"] = int(self.mbs[self.batch[row]])
+        values["gbs"] = int(self.gbs[self.batch[row]])
+        return dataclasses.replace(fixed, **values)
 
-def block_columns(fixed: Columns, blocks: Sequence[Block], which: np.ndarray) -> Columns:
-    """The rows of some blocks as Columns, row i of the block which[i]; what is `fixed` or all share
-    stays a number.
+    def worth(self, probability: np.ndarray, limits: Sequence[float]) -> np.ndarray:
+        """Which rows may be the fastest within one of the limits of P(OOM): of those that differ in
+        their recomputed layers alone, the one with the fewest, (R,).
+        """
+        count = len(self.points.others)
+        stage, other = np.divmod(self.point, count)
+        place = stage, other * len(self.mbs) + self.batch
+        table = np.full((len(self.points.stages), count * len(self.mbs)), 2.0)
+        table[place] = probability
+        found = table <= max(limits)
+        for start, end in self.points.ladders:
+            found[start:end] = False
+            for limit in limits:
+                fits = table[start:end] <= limit
+                columns = np.flatnonzero(fits.any(0))
+                found[start + fits.argmax(0)[columns], columns] = True
+        return found[place]
+
+
+def block_columns(fixed: Columns, blocks: Sequence[Block]) -> Columns:
+    """The rows of some blocks, one after the other, as Columns; what is `fixed` or all share stays
+    a number.
     """
     columns = dict[str, Any]()
-    for name in (*SIZES, *VARIED):
-        if name in SIZES:
-            values = [block.sizes[SIZES.index(name)] for block in blocks]
-        else:
-            values = [number_of(name, block.point[name]) for block in blocks]
-        is_shared = values.count(values[0]) == len(values)
-        columns[name] = values[0] if is_shared else np.array(values)[which]
-    columns["mbs"] = np.concatenate([block.mbs for block in blocks])
-    columns["gbs"] = np.concatenate([block.gbs for block in blocks])
-    return fixed.changed(**columns)
-
-
-def topology_of(
-    space: Space, sizes: ParallelSizes, point: Point, mbs: float, gbs: float
-) -> Topology:
-    """One topology of a block. Raises ValueError where it cannot exist."""
-    tp, pp, dp = sizes
-    return dataclasses.replace(
-        space.fixed, tp=tp, pp=pp, dp=dp, mbs=int(mbs), gbs=int(gbs), **point
-    )
+    for number, name in enumerate(SIZES):
+        columns[name] = [np.full(len(b.point), b.sizes[number], float) for b in blocks]
+    for name in VARIED:
+        columns[name] = [b.points.numbers[name][b.point] for b in blocks]
+    whole = {name: np.concatenate(parts) for name, parts in columns.items()}
+    shared = {n: v[0] for n, v in whole.items() if np.all(v == v[0])}
+    mbs = np.concatenate([b.mbs[b.batch] for b in blocks])
+    gbs = np.concatenate([b.gbs[b.batch] for b in blocks])
+    return fixed.changed(**whole | shared, mbs=mbs, gbs=gbs)
