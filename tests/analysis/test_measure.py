@@ -17,8 +17,9 @@ from trilane.analysis.measure import measure_log, phases
 from trilane.analysis.run_config import RunConfig, run_config
 from trilane.analysis.steady_state import steady_state
 from trilane.config.cluster import cluster
-from trilane.costmodel.measured_rows import read_rows, shipped_rows
+from trilane.costmodel.measured_rows import read_rows
 from trilane.logs.run import RunLog
+from trilane.utils.validation import DATA
 
 ARGUMENTS = dict(
     num_layers=24, hidden_size=2048, num_attention_heads=16, seq_length=2048, padded_vocab_size=50304, world_size=8,
@@ -78,10 +79,10 @@ def test_rates_are_those_that_the_chronicles_printed() -> None:
     """The prequel's tables after 20 February 2022: 101 rows, three of which contradict
     themselves.
     """
-    with shipped_rows().open(newline="") as file:
+    with (DATA / "measured.csv").open(newline="") as file:
         printed = {row["row_id"]: row["tflops_printed"] for row in csv.DictReader(file)}
     off = []
-    for row in read_rows([shipped_rows()])[0]:
+    for row in read_rows([DATA / "measured.csv"])[0]:
         document, _, line = row.row_id.partition("L")
         is_later = document == "s003-" and int(line) > 586 and int(line) != 670
         if row.seconds > 0 and printed[row.row_id] and is_later:

@@ -14,10 +14,10 @@ from test_measure import log
 from trilane.analysis import collect, recalibrate
 from trilane.analysis.measure import measure_log
 from trilane.cli.app import main
-from trilane.costmodel.measured_rows import shipped_rows
 from trilane.costmodel.predict import predict
 from trilane.costmodel.recalibration import fit
 from trilane.costmodel.shipped import calibration_for, default
+from trilane.utils.validation import DATA
 from trilane.workspace.study import Study
 
 
@@ -65,7 +65,7 @@ def ten_rows() -> pd.DataFrame:
     """Ten runs as typed by a user: a Llama-like 7B by Megatron-DeepSpeed in 2024, on a machine
     slower by a quarter.
     """
-    rows = pd.read_csv(shipped_rows().with_name("lucie_jz_a100_2024.csv")).query(
+    rows = pd.read_csv(DATA / "lucie_jz_a100_2024.csv").query(
         "gbs % (mbs * dp) == 0 and gpus <= 64"
     )
     rows["sec_per_it"] *= 1.25

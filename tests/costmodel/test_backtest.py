@@ -16,11 +16,11 @@ from trilane.costmodel.backtest import backtest, figures
 from trilane.costmodel.calibration import to_json
 from trilane.costmodel.measured_rows import (
     read_rows,
-    shipped_rows,
 )
 from trilane.costmodel.recalibration import fit
+from trilane.utils.validation import DATA
 
-SCORED = shipped_rows().with_name("scored.csv")
+SCORED = DATA / "scored.csv"
 HEADER = "row_id,cluster,gpu,gpus,layers,hidden,heads,seq,vocab_size,dp,tp,pp,mbs,gbs,zero,precision,sec_per_it"
 GOOD = "x,jz-a100-80g,A100-80GB,384,72,14336,64,2048,250880,8,8,6,4,2048,1,fp16,114.1"
 
@@ -100,7 +100,7 @@ def test_the_rows_of_other_cards_and_stacks_ship_with_their_sources(name, rows, 
     """Six rows of Lucie are skipped: five have a batch or a number of GPUs that does not divide,
     one no micro-batch.
     """
-    path = shipped_rows().with_name(f"{name}.csv")
+    path = DATA / f"{name}.csv"
     read, refused, ignored = read_rows([path])
     assert (len(read), len(refused)) == (rows, skipped) and not ignored
     assert all(cells["source"] and cells["licence"] for cells in csv.DictReader(path.open()))

@@ -3,16 +3,20 @@
 import dataclasses
 import math
 
+import pandas
 import pytest
 
 from trilane.config.cluster import cluster
 from trilane.config.model import parse_shape
 from trilane.config.parallelism import Topology
+from trilane.costmodel.backtest import backtest
 from trilane.costmodel.calibration import Configuration
 from trilane.costmodel.measured_rows import every_row
 from trilane.costmodel.predict import predict
 from trilane.costmodel.shipped import default
-from trilane.costmodel.support import FAR, NEAR
+from trilane.costmodel.support import FAR, KINDS, NEAR, SPANS, features, sizes_of
+from trilane.costmodel.support import measured as measured_rows
+from trilane.utils.validation import DATA
 
 A100 = cluster("jz-a100-80g")
 SHAPE = parse_shape("72,14336,64,2048,250880")
@@ -52,31 +56,6 @@ def test_a_plan_like_no_measured_run_is_named_and_its_interval_widens(case, diff
     )
 
 
-@pytest.mark.parametrize(
-    ("sizes", "topology", "tokens_per_s"),
-    [
-        ("32,4096,32,2048,50432", dict(dp=8, mbs=6, gbs=48), 85144),
-        ("32,4096,32,2048,50432", dict(dp=128, mbs=6, gbs=768), 1340830),
-        ("80,8192,64,2048,50432", dict(dp=64, mbs=8, gbs=2048, recompute="full"), 66523),
-    ],
-)
-def test_an_h100_of_a_stack_that_nobody_fitted_takes_what_its_interval_allows(
-    sizes, topology, tokens_per_s
-):
-    """MosaicML's llm-foundry, scripts/train/benchmarking/README.md (Apache-2.0): MPT on FSDP, H100
-    80GB, bf16.
-    """
-    shape, machine = dataclasses.replace(parse_shape(sizes), biases="none"), cluster("dgx-h100")
-    case = Configuration(
-        shape=shape, topology=Topology(precision="bf16", zero=3, **topology), cluster=machine
-    )
-    found, measured_s = (
-        predict(case, default(machine, "fsdp")),
-        case.topology.gbs * 2048 / tokens_per_s,
-    )
-    assert found.sec_per_it < measured_s < found.sec_hi
-
-
 def test_a_prediction_faster_than_any_measured_run_says_so_and_is_less_sure():
     """No run of an A100 that ships has more than 59 % of its peak."""
     shape = parse_shape("32,4096,32,4096,32000")
@@ -91,3 +70,20 @@ def test_a_prediction_faster_than_any_measured_run_says_so_and_is_less_sure():
     )
     assert claimed.support.mfu > claimed.support.record > plain.support.mfu
     assert claimed.sec_hi / claimed.sec_per_it > 1.2 * plain.sec_hi / plain.sec_per_it
+
+
+def test_what_supports_predictions_is_what_ships():
+    """benchmarks/fit_calibrations.py writes it anew after a change of rows."""
+    rows = measured_rows()[0]
+    assert [row["row_id"] for row in rows] == [row.row_id for row in every_row()]
+    for row, shipped in zip(rows[::7], every_row()[::7], strict=True):
+        assert [float(row[name]) for name in SPANS] == pytest.approx([*sizes_of(shipped.case)])
+        own = features(shipped.case, shipped.stack, shipped.seconds)
+        assert {name: row[name] for name in KINDS} == {name: own[name] for name in KINDS}
+
+
+def test_rows_of_a_stack_are_predicted_by_it_wherever_they_are_read():
+    path = DATA / "llmfoundry_h100.csv"
+    asked = predict(pandas.read_csv(path), "dgx-h100")
+    told = backtest(path).runs
+    assert [*asked["predicted_sec_per_it"]] == pytest.approx([*told["sec_pred"]])

@@ -15,12 +15,11 @@ import pytest
 from dumps import pyspy_text, topology, write_all
 from support import REPOSITORY, in_browser, known_machine, small_cluster, uncounted
 
-from trilane.costmodel.measured_rows import shipped_rows
 from trilane.report import notebook
 from trilane.report.html import script
 from trilane.report.index import write_index
 from trilane.report.notebook import notebook_names
-from trilane.utils.validation import to_mapping
+from trilane.utils.validation import DATA, to_mapping
 from trilane.workspace.study import Study
 
 NAME = (
@@ -96,7 +95,7 @@ def hostile_restart(folder: Path) -> Path:
 
 
 def hostile_rows(path: Path) -> Path:
-    with shipped_rows().with_name("scored.csv").open(newline="") as file:
+    with (DATA / "scored.csv").open(newline="") as file:
         rows = [row for row in csv.DictReader(file) if row["cluster"] == "jz-a100-80g"][:6]
     with path.open("w", newline="") as file:
         writer = csv.DictWriter(file, list(rows[0]))

@@ -32,7 +32,7 @@ from trilane.utils.tables import (
     short,
     show,
 )
-from trilane.utils.validation import require
+from trilane.utils.validation import require, shipped_json
 from trilane.workspace.study import Study, load_cluster
 
 DRAWN = 8  # runs of hundreds that a figure has
@@ -41,23 +41,8 @@ NO_LOGS = {".json", ".py", ".md", ".ipynb", ".html", ".png", ".csv", ".pt", ".bi
 NO_LOGS |= {".sbatch", ".sh"}
 ENDINGS = "source dialect status iterations first_iteration last_iteration skipped nan_iterations"
 ENDINGS += " hosts exclude cause problems left_out"
-# The columns of BigScience's tables, and how a run ended
-HEADS = {
-    "GPUs": "gpus",
-    "Size": "parameters",
-    "DP": "dp",
-    "TP": "tp",
-    "PP": "pp",
-    "MBS": "mbs",
-    "GBS": "gbs",
-    "Mem": "memory_gib",
-    "Sec/it": "sec_per_it",
-    "TFLOPs": "tflops",
-    "Loss": "loss",
-    "Status": "status",
-    "Problems": "problems",
-    "Notes": "source",
-}
+# the columns of BigScience's tables, and how a run ended
+HEADS = shipped_json("table_heads")
 # what `logs parse` prints of a run
 PARSED = "iterations first_iteration last_iteration sec_per_it tflops memory_gib loss hosts exclude"
 

@@ -19,20 +19,9 @@ from trilane.config.model import ModelShape
 from trilane.config.options import Rules, first_broken
 from trilane.config.parallelism import RECOMPUTE, Topology
 from trilane.config.shapes import nearest_family
-from trilane.utils.validation import require
+from trilane.utils.validation import require, shipped_json
 
 ENGINES = ("megatron", "deepspeed-zero", "deepspeed-3d", "hf-zero3")
-# A package, the releases of megatron-core that a row is about, and the package's that go with them:
-# each from the first to before the second (99: not known).
-BESIDE_MEGATRON = (
-    # of 0.16.1 its own extra `dev`; later ones name no bound: each call in their
-    # extensions/transformer_engine.py, and ours, has its parameters in 2.9 to 2.20
-    ("transformer-engine", (0, 16), (0, 17), (2, 9), (2, 12)),
-    ("transformer-engine", (0, 17), (99, 0), (2, 9), (2, 21)),
-    # its nvrx.py of 0.17 and newer (dist_checkpointing) fails at its import beside an older one
-    ("nvidia-resiliency-ext", (0, 16), (0, 17), (0, 4), (99, 0)),
-    ("nvidia-resiliency-ext", (0, 17), (99, 0), (0, 6), (99, 0)),
-)
 
 
 def default_precision(cluster: Cluster) -> str:
@@ -169,7 +158,8 @@ def require_trainable(topology: Topology, fused: str = "auto") -> None:
     rule = "is not installed here; precision fp8, overlap_tp and run.fused te need it"
     te = "transformer-engine"
     require(not needs_te or release(te) is not None, te, "missing", rule)
-    for package, since, before, first, end in BESIDE_MEGATRON:
+    for package, *limits in shipped_json("releases")["beside_megatron"]:
+        since, before, first, end = map(tuple, limits)
         installed = release(package)
         if installed and since <= core < before and (needs_te or package != te):
             rule = f"megatron-core {_dots(core)} goes with {_dots(first)} to below {_dots(end)}"
@@ -179,7 +169,7 @@ def require_trainable(topology: Topology, fused: str = "auto") -> None:
     require(has_triton, "triton", "missing", f"megatron-core {_dots(core)} imports it")
 
 
-def _dots(release: tuple[int, int]) -> str:
+def _dots(release: tuple[int, ...]) -> str:
     return f"{release[0]}.{release[1]}"
 
 

@@ -2,8 +2,9 @@
 them; errors.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,6 @@ from trilane.costmodel.measured_rows import (
     Skipped,
     Source,
     read_rows,
-    shipped_rows,
     usable,
 )
 from trilane.costmodel.memory import DEFAULT
@@ -23,16 +23,12 @@ from trilane.costmodel.predict import Prediction, predict_case, predict_rows
 from trilane.costmodel.shipped import prior_of
 from trilane.utils.progress import progress
 from trilane.utils.tables import DataFrame, Table, Text, as_json, grouped
-from trilane.utils.validation import require, require_known
+from trilane.utils.validation import DATA, require, require_known
 
 # Sets of rows in data/: of the BigScience documents, cleaned and as printed; and of other cards,
 # stacks and shapes.
 SHIPPED = (*FILES, "measured")
-LEAVE_OUT: dict[str, Callable[[MeasuredRow], Any]] = {
-    "table": lambda row: row.table,
-    "hidden": lambda row: row.case.shape.hidden_size,
-    "date": lambda row: row.case.day,
-}
+LEAVE_OUT = {"table": "table", "hidden": "case.shape.hidden_size", "date": "case.day"}
 SAME = 1e-6  # relative difference of two predictions that are one
 BEST = 5e-4  # relative difference of a time to the best one, which is measured as well
 
@@ -216,8 +212,7 @@ def backtest(
     sources: Sequence[Source] = [rows_csv]
     if isinstance(rows_csv, str):
         names = FILES if rows_csv == "all" else [rows_csv]
-        folder = shipped_rows().parent
-        sources = [folder / f"{name}.csv" if name in SHIPPED else name for name in names]
+        sources = [DATA / f"{name}.csv" if name in SHIPPED else name for name in names]
     rows, skipped, ignored = read_rows(sources, cluster or None)
     reasons = [skipped[0].reason if skipped else "is empty", *ignored]
     rule = f"no row can be predicted; the first: {'; '.join(reasons[:3])}"
@@ -244,7 +239,7 @@ def leave_one_out(rows: Sequence[MeasuredRow], by: str) -> list[Prediction]:
     stacks without any row: benchmarks/foreign_sites.py.
     """
     require_known("cv", by, LEAVE_OUT)
-    key = LEAVE_OUT[by]
+    key = attrgetter(LEAVE_OUT[by])
     folds = grouped(rows, lambda row: (group_name(row), key(row)))
     predictions = dict[str, Prediction]()
     for (group, left_out), test in progress(list(folds.items()), f"fits without each {by}", "fit"):

@@ -74,9 +74,9 @@ class Calibration(Record, Constants):
 
     `stack` is the software whose shipped rows they are; "" for rows of one's own, or none. `own`
     has the sizes of one's own runs, in the order of support.SPANS. `deviations` are those of the
-    constants' logarithms, in the order of BOUNDS; () for those of the priors. `name` is where they
-    were taken from: a cluster, a software stack, a study or a file; `card` is that of one's own
-    rows. Raises ValueError for a constant outside its physical bound.
+    constants' logarithms, in the order of BOUNDS. `name` is where they were taken from: a cluster,
+    a software stack, a study or a file; `card` is that of one's own rows. Raises ValueError for a
+    constant outside its physical bound.
     """
 
     half_width: float = 0.15
@@ -85,7 +85,7 @@ class Calibration(Record, Constants):
     stack: str = ""
     own: tuple[tuple[float, ...], ...] = ()
     card: str = ""
-    deviations: tuple[float, ...] = ()
+    deviations: tuple[float, ...] = tuple(bound.deviation for bound in BOUNDS.values())
     name: str = field(default="", compare=False)
 
     def __post_init__(self) -> None:
@@ -103,9 +103,9 @@ class Calibration(Record, Constants):
         require(is_inside, "calibration.half_width", self.half_width, rule)
         for name in ("stack", "card", "name"):
             require_line(f"calibration.{name}", getattr(self, name))
-        rule = f"must be {len(BOUNDS)} positive numbers, or none"
+        rule = f"must be {len(BOUNDS)} positive numbers"
         count = len(self.deviations)
-        is_whole = count in (0, len(BOUNDS)) and all(0 < d < 10 for d in self.deviations)
+        is_whole = count == len(BOUNDS) and all(0 < d < 10 for d in self.deviations)
         require(is_whole, "calibration.deviations", count, rule)
         is_whole = all(len(run) == 8 and min(run) > 0 for run in self.own)
         require(is_whole, "calibration.own", len(self.own), "must be 8 positive numbers a run")
@@ -152,7 +152,7 @@ def to_json(calibration: Calibration) -> dict[str, Any]:
     """
     values = to_mapping(calibration)
     del values["name"]
-    for name in ("regimes", "stack", "own", "card", "deviations"):
+    for name in ("regimes", "stack", "own", "card"):
         if not values[name]:
             del values[name]
     return values

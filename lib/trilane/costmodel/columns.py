@@ -11,9 +11,7 @@ from trilane.config.model import ModelShape
 from trilane.config.parallelism import CHOICES, Topology
 from trilane.costmodel.constants import Constants, card_facts
 
-FP32 = CHOICES["precision"].index("fp32")
-FP8 = CHOICES["precision"].index("fp8")
-FP4 = CHOICES["precision"].index("fp4")
+FP32, FP16, BF16, FP8, FP4 = range(5)  # places of CHOICES["precision"]
 NONE, SELECTIVE, FULL, OPERATORS, BLOCK = range(5)  # places of CHOICES["recompute"]
 Number = Any  # a float or a numpy array; arrays in one Columns broadcast against each other
 
@@ -223,8 +221,8 @@ def linear_flops_per_s(setting: Setting) -> Number:
     gpu = cluster.gpu
     facts = card_facts(gpu.name)
     rate = matmul_flops_per_s(setting)
-    rate = np.where(x.precision == FP8, gpu.fp8_flops_per_s * facts.get("fp8", 0.9), rate)
-    return np.where(x.precision == FP4, gpu.fp4_flops_per_s * facts.get("fp4", 0.9), rate)
+    rate = np.where(x.precision == FP8, gpu.fp8_flops_per_s * facts["fp8"], rate)
+    return np.where(x.precision == FP4, gpu.fp4_flops_per_s * facts["fp4"], rate)
 
 
 def matmul_flops_per_s(setting: Setting) -> Number:

@@ -10,10 +10,10 @@ from trilane.utils.validation import shipped_json
 
 def card_facts(name: str) -> dict[str, Any]:
     """What was measured of a card (data/cards.json, with sources): of a constant its prior and the
-    deviation of its logarithm; nothing of a card that is not there.
+    deviation of its logarithm; of a card that is not there those of "other".
     """
-    found: dict[str, Any] = shipped_json("cards")["cards"].get(name.partition("-")[0], {})
-    return found
+    cards: dict[str, dict[str, Any]] = shipped_json("cards")["cards"]
+    return cards.get(name.partition("-")[0], cards["other"])
 
 
 class Bound(NamedTuple):
@@ -22,7 +22,8 @@ class Bound(NamedTuple):
 
     `shared` are the shares of that variance that two fits have in common if they are of the same
     generation of cards, of the same cluster, and of the same software stack; the rest is of each
-    fit alone. Our choices.
+    fit alone: of the card's kernels, the cluster's networks, or the software. Our choices, with
+    the sources of the priors in data/priors.json.
     """
 
     prior: float
@@ -32,16 +33,9 @@ class Bound(NamedTuple):
     shared: tuple[float, float, float] = (0.0, 0.0, 0.0)
 
 
-def _fitted(
-    prior: float, deviation: float, low: float, high: float, *, of: tuple[float, float, float]
-) -> Any:
-    return field(default=prior, metadata={"bound": Bound(prior, deviation, low, high, of)})
-
-
-# What a constant belongs to: the card's kernels, the cluster's networks, or the software.
-CARD = (0.4, 0.0, 0.1)
-NETWORK = (0.0, 0.8, 0.0)
-SOFTWARE = (0.0, 0.0, 0.3)
+def _prior(name: str) -> Any:
+    bound = Bound(*shipped_json("priors")["constants"][name])
+    return field(default=bound.prior, metadata={"bound": bound})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,31 +71,25 @@ class Constants:
                     pipeline of 2022)
     """
 
-    # An efficiency cannot pass its peak; a waiting time cannot be negative. Priors: cuBLAS reaches
-    # 0.75-0.85 of the peak on large matmuls (NVIDIA, 'Matrix multiplication background'), STREAM
-    # 0.85 of the memory's rate, nccl-tests 0.75 of NVLink's, and half to three quarters of the
-    # network's. Waits: tens of microseconds a kernel. Flash attention: Dao 2023, arXiv:2307.08691,
-    # figures 5 to 7, 50-73 % of an A100's peak forward, less backward. Host: some 120 operations of
-    # about 12 microseconds each for a layer, forward and backward.
-    matmul: float = _fitted(0.79, 0.06, 0.10, 0.98, of=CARD)
-    prologue: float = _fitted(125, 0.3, 1, 2000, of=CARD)
-    quantization: float = _fitted(0.60, 0.25, 0.05, 1.0, of=CARD)
-    memory: float = _fitted(0.81, 0.07, 0.1, 1.0, of=CARD)
-    node: float = _fitted(0.77, 0.15, 0.02, 1.0, of=NETWORK)
-    network: float = _fitted(0.60, 0.5, 0.001, 1.0, of=NETWORK)
-    p2p: float = _fitted(0.80, 0.5, 0.001, 1.0, of=NETWORK)
-    misaligned: float = _fitted(0.60, 0.15, 0.1, 1.0, of=CARD)
-    crowding: float = _fitted(0.10, 0.3, 0.005, 0.2, of=CARD)
-    launch_s: float = _fitted(4e-4, 1.2, 1e-5, 2e-2, of=SOFTWARE)
-    skew_s: float = _fitted(1e-4, 1.2, 1e-6, 1e-2, of=SOFTWARE)
-    handoff_s: float = _fitted(7e-4, 1.2, 1e-6, 1e-1, of=SOFTWARE)
-    pressure: float = _fitted(0.05, 0.7, 1e-4, 0.2, of=SOFTWARE)
-    flash: float = _fitted(0.50, 0.2, 0.1, 0.9, of=CARD)
-    exposed: float = _fitted(0.4, 0.5, 0.02, 1.0, of=SOFTWARE)
-    passes: float = _fitted(1.0, 0.25, 0.5, 5.0, of=(0.3, 0.0, 0.4))
-    host_s: float = _fitted(1.5e-3, 0.5, 1e-5, 2e-2, of=SOFTWARE)
-    distance: float = _fitted(0.05, 0.7, 1e-4, 1.0, of=NETWORK)
-    pace: float = _fitted(1.0, 0.08, 0.3, 3.0, of=(0.0, 0.5, 0.1))
+    matmul: float = _prior("matmul")
+    prologue: float = _prior("prologue")
+    quantization: float = _prior("quantization")
+    memory: float = _prior("memory")
+    node: float = _prior("node")
+    network: float = _prior("network")
+    p2p: float = _prior("p2p")
+    misaligned: float = _prior("misaligned")
+    crowding: float = _prior("crowding")
+    launch_s: float = _prior("launch_s")
+    skew_s: float = _prior("skew_s")
+    handoff_s: float = _prior("handoff_s")
+    pressure: float = _prior("pressure")
+    flash: float = _prior("flash")
+    exposed: float = _prior("exposed")
+    passes: float = _prior("passes")
+    host_s: float = _prior("host_s")
+    distance: float = _prior("distance")
+    pace: float = _prior("pace")
     overlap: float = 0.6
     whole_p2p: float = 0.0
     reduce_scatter: float = 0.0

@@ -77,19 +77,6 @@ def robust_minimum(
     return solution.x
 
 
-def deviations(cases: Sequence[Configuration], prior: Calibration) -> np.ndarray:
-    """Prior deviations of the constants' logarithms for fits to these cases, in the order of
-    BOUNDS.
-
-    A machine with other work on its cores is known less well.
-    """
-    known = prior.deviations or [bound.deviation for bound in BOUNDS.values()]
-    deviation = np.array(known)
-    if any(c.cluster.gpu.kind == "cpu" for c in cases):
-        deviation = np.maximum(deviation, 0.5)  # other work may take half of the machine
-    return deviation
-
-
 def time_errors(
     cases: Sequence[Configuration],
     measured: np.ndarray,
@@ -217,7 +204,7 @@ class _Problem:
         factors = np.log([regime.factor for regime in self.regimes])
         self.start = np.append(log_constants(prior), factors)
         self.noise = max(NOISE[c.cluster.gpu.kind] for c in cases)
-        self.deviation = np.append(deviations(cases, prior), [FACTOR.deviation] * len(self.regimes))
+        self.deviation = np.append(prior.deviations, [FACTOR.deviation] * len(self.regimes))
         self.before = self.errors(self.start)
 
     def solve(self, weight: float = 1.0, keep: Any = slice(None)) -> np.ndarray:
@@ -272,7 +259,7 @@ def posterior_width(case: Configuration, calibration: Calibration) -> float:
     known, and the misfit of another site and stack. All are normal, and the model is linearized
     (Laplace's approximation).
     """
-    effects = sensitivities([case], calibration) * deviations([case], calibration)
+    effects = sensitivities([case], calibration) * calibration.deviations
     return T_QUANTILE * float(np.sqrt((effects**2).sum() + FOREIGN**2))
 
 

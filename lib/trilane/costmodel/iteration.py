@@ -119,7 +119,7 @@ def data_parallel_seconds(
     gathers = gather * np.where((x.pp == 1) & is_zero3, (2 + x.recomputed) * times, 1)
     overlaps = np.where(is_zero3, x.overlap_grad_reduce, x.overlap_param_gather)
     # the chunks of an interleaved stage have their last pass one after the other
-    turns = 1 + (x.interleaving > 1) * x.pp * (1 - 1 / x.interleaving)
+    turns = 1 + x.pp * (1 - 1 / x.interleaving)
     compute = compute * turns
     hides = x.overlap_grad_reduce * reduces + overlaps * gathers
     seconds = reduces + gathers - np.minimum((1 - c.exposed) * hides, times * compute)

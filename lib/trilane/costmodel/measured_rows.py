@@ -33,22 +33,8 @@ NEEDED += ["seq_length", "vocab_size"]
 Source = Any  # a CSV or Markdown file by its path, or rows as a pandas DataFrame
 MOST_BYTES = 1 << 26  # of a file of rows
 
-# Files of rows in data/ that were cleaned, each of its own sites and time.
-FILES = (
-    "scored",
-    "dlperf_v100",
-    "dgxc_nemotron_h100",
-    "lucie_jz_a100_2024",
-    "fms_fsdp_a100",
-    "flagperf_zero3_a800",
-    "tinyllama_a100",
-    "nemo_h100_fp8",
-    "internlm_a100_2023",
-    "llmfoundry_h100",
-    "mlperf_gpt3_h100",
-    "simumax_b200",
-    "torchtitan_h100",
-)
+# files of rows in data/ that were cleaned, each of its own sites and time
+FILES = shipped_json("row_columns")["files"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -174,18 +160,13 @@ def _names(header: Iterable[Any]) -> list[str]:
 @functools.cache
 def every_row() -> tuple[MeasuredRow, ...]:
     """The measured rows of all files that ship and that were cleaned."""
-    rows, _, _ = read_rows([shipped_rows().with_name(f"{name}.csv") for name in FILES])
+    rows, _, _ = read_rows([DATA / f"{name}.csv" for name in FILES])
     return tuple(rows)
 
 
 def usable(rows: Sequence[MeasuredRow]) -> list[MeasuredRow]:
     """The rows with a time, without duplicates and excluded rows."""
     return [r for r in rows if math.isfinite(r.seconds) and not r.excluded and not r.duplicate_of]
-
-
-def shipped_rows() -> Path:
-    """The CSV of measured rows that ships with trilane."""
-    return DATA / "measured.csv"
 
 
 def stacks() -> dict[str, Any]:

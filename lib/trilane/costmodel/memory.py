@@ -168,6 +168,16 @@ class StageMemory(Parts):
     fragmentation: float
     context: float
 
+    @property
+    def reserved(self) -> float:
+        """What torch calls reserved: all but what the driver and the kernels take."""
+        return self.total - self.context
+
+    @property
+    def allocated(self) -> float:
+        """What torch calls allocated, and NCCL's buffers."""
+        return self.reserved - self.fragmentation
+
 
 def activation_bytes_per_layer(columns: Columns, constants: MemoryConstants = DEFAULT) -> Number:
     """Bytes one GPU keeps for the backward pass, per layer and microbatch, at 2 bytes a value.
@@ -189,7 +199,8 @@ def activation_bytes_per_layer(columns: Columns, constants: MemoryConstants = DE
     fp32, too. Dropout masks are 2 of the 10. selective: queries that share keys are a copy beside
     all channels (megatron-core). whole: keys and values of cp parts, and the output of two chunks
     joined; Transformer Engine has a ring. operators: the layer's input, attention's output and
-    every second matmul's, of q, k, v, o, in, gate, out; with sequence parallelism what was reduced, too
+    every second matmul's, of q, k, v, o, in, gate, out; with sequence parallelism what was
+    reduced, too
     (torchtitan 2025, `_op_sac_save_list` of its llama3).
     """
     x = columns

@@ -5,7 +5,7 @@ uncertainty; and the measured rows that it rests on.
 import math
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ from trilane.costmodel.memory import (
     StageMemory,
     host_bytes,
     memory_for,
+    memory_of,
     memory_per_stage,
     oom_probability,
 )
@@ -80,14 +81,15 @@ class Prediction(Record):
 
     @property
     def numbers(self) -> dict[str, float]:
-        """Its numbers as columns of a frame: seconds, GiB, and the seconds of each part of an
-        iteration.
+        """Its numbers as columns of a frame: seconds, GiB, of the fullest stage also what torch
+        calls reserved and allocated, and the seconds of each part of an iteration.
         """
-        numbers = {
-            "sec_per_it": self.sec_per_it,
-            "sec_lo": self.sec_lo,
-            "sec_hi": self.sec_hi,
+        fullest = max(self.stages, key=lambda stage: stage.total)
+        numbers = {name: vars(self)[name] for name in ("sec_per_it", "sec_lo", "sec_hi")}
+        numbers |= {
             "memory_gib": self.memory_bytes / 2**30,
+            "reserved_gib": fullest.reserved / 2**30,
+            "allocated_gib": fullest.allocated / 2**30,
             "host_memory_gib": self.host_memory_bytes / 2**30,
             "oom_probability": self.oom_probability,
         }
@@ -217,13 +219,11 @@ def predict_rows(rows: Sequence[MeasuredRow], source: str | Calibration = "") ->
         stack = "" if case.engine else row.stack
         key = (case.cluster.name, stack)
         if key not in constants:
-            own = default(case.cluster, stack) if stack else calibration_for(case.cluster)
-            constants[key] = calibration_for(case.cluster, source) if source else own
-        known = constants[key]
-        memory = None
-        if stack:
-            memory = memory_for(replace(known, stack=stack, name=""), "", case.cluster)
-        predictions.append(predict_case(case, known, memory))
+            is_shipped = stack and not source
+            known = default(case.cluster, stack) if is_shipped else source
+            constants[key] = calibration_for(case.cluster, known)
+        memory = memory_of(stack) if stack else None
+        predictions.append(predict_case(case, constants[key], memory))
     return predictions
 
 

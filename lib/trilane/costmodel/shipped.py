@@ -13,16 +13,13 @@ import numpy as np
 
 from trilane.config.cluster import Cluster
 from trilane.config.plan import Plan
-from trilane.costmodel import measured_rows
 from trilane.costmodel.calibration import Calibration, Configuration, Regime, from_json
 from trilane.costmodel.constants import BOUNDS, card_facts
 from trilane.costmodel.fit import MISFIT, log_constants, row_errors, sensitivities
-from trilane.costmodel.measured_rows import MeasuredRow, every_row, usable
+from trilane.costmodel.measured_rows import MeasuredRow, every_row, stacks, usable
 from trilane.utils.tables import grouped
 from trilane.utils.validation import from_mapping, read_json, require, shipped_json
 from trilane.workspace.study import Study, load_cluster
-
-UNKNOWN = 0.2  # deviation of the share that matmuls reach on a card that nobody measured
 
 
 def default(cluster: Cluster, stack: str = "") -> Calibration:
@@ -50,6 +47,8 @@ def default(cluster: Cluster, stack: str = "") -> Calibration:
             exposed=1.0,
             overlap=0.0,
             half_width=0.235,
+            # other work may take half of the machine
+            deviations=tuple(max(bound.deviation, 0.5) for bound in BOUNDS.values()),
         )
     return combined(cluster, stack, _fits())
 
@@ -80,14 +79,15 @@ class Fit:
 
     @classmethod
     def of(cls, rows: Sequence[MeasuredRow], calibration: Calibration) -> "Fit":
+        cluster = rows[0].case.cluster
         stack = rows[0].stack
         cases = [row.case for row in rows]
         errors = row_errors(cases, [row.seconds for row in rows], calibration)
         slopes = sensitivities(cases, calibration)
         free = log_constants(calibration.without_launch_blocking())
-        moved = free - log_constants(prior_of(rows[0].case.cluster, stack))
+        moved = free - log_constants(prior_of(cluster, stack))
         return cls(
-            cluster=rows[0].case.cluster,
+            cluster=cluster,
             stack=stack,
             slopes=slopes,
             slowness=slopes @ moved - errors,
@@ -151,14 +151,12 @@ def prior_of(cluster: Cluster, stack: str) -> Calibration:
     """The priors of constants.py and of the card, for rows of that cluster and stack: its days'
     regimes, their factors at the prior, and what the stack is known to do.
     """
-    deviations = {name: bound.deviation for name, bound in BOUNDS.items()}
+    deviations = dict(zip(BOUNDS, Calibration().deviations, strict=True))
     values = dict[str, Any]()
     facts = card_facts(cluster.gpu.name)
     for name in facts.keys() & BOUNDS.keys():
         values[name], deviations[name] = facts[name]
-    if not facts:
-        deviations["matmul"] = UNKNOWN
-    values |= measured_rows.stacks().get(stack, {}).get("constants", {})
+    values |= stacks().get(stack, {}).get("constants", {})
     given = shipped_json("regimes").get(nodes_name(cluster.name), [])
     regimes = tuple(from_mapping(Regime, regime, "regime") for regime in given)
     each = tuple(deviations.values())
@@ -209,11 +207,3 @@ def constants_of(
     if not source and kept and machine.name == plan.cluster.name:
         source = replace(from_json(kept["constants"], kept["name"]), name=kept["name"])
     return calibration_for(machine, source)
-
-
-@functools.cache
-def stacks() -> list[str]:
-    """The software stacks of which something is known: fitted to rows, or a habit."""
-    names = {name.partition("/")[2] for name in shipped_json("calibrations")} - {""}
-    names.update(n for n, facts in measured_rows.stacks().items() if facts.get("constants"))
-    return sorted(names)

@@ -65,28 +65,30 @@ def support(case: Configuration, calibration: Calibration, seconds: float) -> Su
     """The shipped row nearest to a case, of which those of other software than the constants' are
     further; or the nearest of one's own runs, by its sizes alone, where the constants are of these.
     """
-    rows = measured()
+    rows, sizes, kinds, records = measured()
     own = features(case, calibration.stack, seconds)
     names = [*SPANS]
     if calibration.own:
         parts = np.abs(_apart(np.array(calibration.own)) - _apart(sizes_of(case)))
     else:
         names += KINDS
-        kinds = np.array([own[name] for name in KINDS])
-        differs = (rows.kinds != kinds) * [*KINDS.values()]
+        differs = (kinds != [own[name] for name in KINDS]) * [*KINDS.values()]
         differs[:, -1] *= calibration.stack != ""
-        parts = np.hstack([np.abs(rows.apart - _apart(sizes_of(case))), differs])
+        parts = np.hstack([np.abs(sizes - _apart(sizes_of(case))), differs])
     distances = np.sqrt((parts**2).sum(1))
     first = int(np.argmin(distances))
     largest = sorted(zip(parts[first].tolist(), names, strict=True), reverse=True)
     words = DISTANCES["names"]
+    nearest = rows[first]
+    if calibration.own:
+        nearest = {"row_id": "one of your own", "software": ""}
     return Support(
-        row="one of your own" if calibration.own else rows.rows[first]["row_id"],
+        row=nearest["row_id"],
         distance=float(distances[first]),
         differs=tuple(words.get(name, name) for part, name in largest if part >= DIFFERS),
-        stack="" if calibration.own else rows.rows[first]["software"],
+        stack=nearest["software"],
         mfu=own["mfu"],
-        record=rows.records.get(own["peak"], math.inf),
+        record=records.get(own["peak"], math.inf),
     )
 
 
@@ -117,10 +119,7 @@ def features(case: Configuration, stack: str, seconds: float) -> dict[str, Any]:
         "cluster": case.cluster.name.replace("16g", "32g"),
         "attention kernel": kernel,
         "precision": t.precision in ("fp8", "fp4"),
-        "recomputation": t.recompute,
         "offload": t.offload,
-        "MLP": shape.is_gated,
-        "key-value heads": shape.kv_heads < shape.num_attention_heads,
         "ZeRO": t.zero > 1,
         "context parallelism": t.cp > 1,
         "groups over nodes": t.tp > case.cluster.domain,
@@ -131,28 +130,17 @@ def features(case: Configuration, stack: str, seconds: float) -> dict[str, Any]:
     return values | {"mfu": shape.flops_per_iteration(t.gbs) / peak}
 
 
-@dataclass(frozen=True)
-class Measured:
-    """The shipped rows as data/support.csv has them (benchmarks/fit_calibrations.py writes it):
+@functools.cache
+def measured() -> tuple[list[dict[str, str]], np.ndarray, np.ndarray, dict[str, float]]:
+    """The shipped rows as data/support.csv has them (benchmarks/fit_calibrations.py writes it),
     their sizes as _apart() has them (R, SPANS), their kinds (R, KINDS), and the largest share of
     each peak.
     """
-
-    rows: list[dict[str, str]]
-    apart: np.ndarray
-    kinds: np.ndarray
-    records: dict[str, float]
-
-
-@functools.cache
-def measured() -> Measured:
     with (DATA / "support.csv").open(encoding="utf-8") as file:
         rows = [*csv.DictReader(file)]
     sizes = np.array([[float(row[name]) for name in SPANS] for row in rows])
-    records = dict[str, float]()
-    for row in rows:
-        if row["mfu"]:
-            peak = row["peak"]
-            records[peak] = max(records.get(peak, 0.0), float(row["mfu"]))
     kinds = np.array([[row[name] for name in KINDS] for row in rows])
-    return Measured(rows, _apart(sizes), kinds, records)
+    records = dict[str, float]()
+    for row in sorted(rows, key=lambda row: row["mfu"]):
+        records[row["peak"]] = float(row["mfu"] or 0)
+    return rows, _apart(sizes), kinds, records

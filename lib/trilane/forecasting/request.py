@@ -39,9 +39,11 @@ CUTS = 24  # pieces of the phase at the full batch size
 def parse_day(field: str, text: object) -> date:
     """The date of "2026-03-11"; ValueError names `field` otherwise."""
     try:
-        return date.fromisoformat(str(text))
+        day = date.fromisoformat(str(text))
     except ValueError:
         raise ValueError(f"{field}={text}: must be a date such as 2026-03-11") from None
+    require(1990 < day.year < 2200, field, text, "must lie between 1990 and 2200")
+    return day
 
 
 @dataclass(frozen=True, kw_only=True)

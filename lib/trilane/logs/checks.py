@@ -1,6 +1,5 @@
 """Checks: numbers of a run that cannot be right."""
 
-import math
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
@@ -8,20 +7,14 @@ import numpy as np
 
 from trilane.logs.table import NAN
 from trilane.utils.tables import DataFrame
+from trilane.utils.validation import shipped_json
 
 MOST_NUMBER = 1e15  # of an iteration; a larger one is damaged
 # factor between two rates of one run: one may be a running mean, or leave out what the other counts
 AGREE = 1.5
 # Seconds: the slowest row of data/measured.csv takes 870. FLOP/s: twice the dense 16-bit peak of a
 # B200. 0 and -1 stand for "not measured" (nanoGPT, DeepSpeed).
-BOUNDS = {
-    "sec_per_it": (2e-4, 3600.0, "seconds an iteration: another unit?"),
-    "grad_norm": (0.0, math.inf, "a norm is not negative"),
-    "learning_rate": (0.0, 1.0, "a learning rate lies between 0 and 1"),
-    "lm_loss": (0.0, math.inf, "a cross entropy is not negative"),
-    "mfu": (0.0, 1.0, "above the peak; a percentage?"),
-    "flops_per_s_per_gpu": (1e6, 4.5e15, "FLOP/s: another unit?"),
-}
+BOUNDS = shipped_json("log_bounds")
 BY_MEDIAN = ("sec_per_it", "flops_per_s_per_gpu")  # as any iteration may wait
 # Columns without influence on how long an iteration takes, or what it computes.
 HARMLESS = ("lm_loss", "grad_norm", "learning_rate", "mfu")

@@ -7,7 +7,6 @@ only.
 """
 
 import functools
-import math
 import os
 import re
 from collections.abc import Collection, Iterable, Sequence
@@ -23,23 +22,13 @@ from trilane.utils.validation import (
     require,
     require_file,
     require_known,
+    shipped_json,
     shown,
 )
 
 VARIABLE = "TRILANE_DIALECTS"
-COLUMNS = {
-    *("iteration", "train_iters", "epoch", "time_s", "sec_per_it", "iterations_per_second"),
-    *("lm_loss", "grad_norm", "learning_rate", "loss_scale", "consumed_samples"),
-    *("consumed_tokens", "global_batch_size", "seq_length", "samples_per_second"),
-    *("tokens_per_second", "tokens_per_gpu_per_second", "flops_per_s_per_gpu", "mfu", "skipped"),
-    *("skipped_total", "nan", "num_zeros", "params_norm", "tokens_per_batch"),
-    *("allocated", "max_allocated", "reserved", "max_reserved", "memory_share"),
-}
-# multiplier and divisor to seconds, bytes, nats or a share; / 1e3 rounds once where x 1e-3 does not
-UNITS = {"": (1.0, 1.0), "s": (1.0, 1.0), "ms": (1.0, 1e3), "%": (1.0, 100.0)}
-UNITS |= {"min": (60.0, 1.0), "h": (3600.0, 1.0), "d": (86400.0, 1.0), "bits": (math.log(2), 1.0)}
-UNITS |= {"K": (1e3, 1.0), "M": (1e6, 1.0), "G": (1e9, 1.0), "T": (1e12, 1.0), "MB": (1e6, 1.0)}
-UNITS |= {"GB": (1e9, 1.0), "MiB": (2.0**20, 1.0), "GiB": (2.0**30, 1.0)}
+COLUMNS = shipped_json("log_words")["columns"]
+UNITS = shipped_json("log_words")["units"]  # to seconds, bytes, nats or a share
 SUFFIXES = {b"K": 1e3, b"M": 1e6, b"G": 1e9, b"B": 1e9, b"T": 1e12, b"P": 1e15}
 NUMBER = rb"[-+]?(?:\d[\d,]*+(?:\.\d*+)?|\.\d++)(?:[eE][-+]?\d++)?|[-+]?(?i:nan|inf(?:inity)?)\b"
 FIELD = (  # a name, and a number that is no part of a longer one, of a time or of a word

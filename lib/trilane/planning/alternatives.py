@@ -142,6 +142,7 @@ def asked_case(base: Forecast, text: str) -> Case:
         share = read_value(name, value[:-1], float, {})
         before = getattr(r, name)
         require(isinstance(before, float), "if", text, f"{name} has no number to change")
+        require(share > -100, "if", text, "must leave something")
         return simulated(text, r, **{name: before * (1 + share / 100)})
     if name in fields_of:
         return simulated(text, r, **{name: read_field(ForecastRequest, name, value)})

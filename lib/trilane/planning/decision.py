@@ -174,7 +174,7 @@ class Decision(Table):
         if self.chosen is not self.plan:
             more = self.chosen.difference(self.asked)
             lines.append(f"{self.chosen.name}: {more} relative to the plan asked for, predicted")
-        usual = f"the plan keeps every limit; nothing that was tried saves {chance(TIE)}"
+        usual = f"the plan keeps every limit; no other topology saves {chance(TIE)}"
         lines = lines or [usual]
         for lever in self.levers.kinds["held fixed"][:1]:
             if lever.hours() < (1 - TIE) * self.chosen.hours():

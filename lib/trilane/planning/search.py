@@ -68,18 +68,15 @@ class _Search:
         self.cluster = cluster
         self.space = space
         self.calibration = calibration
-        self.kept = calibration.kept()
         self.top = top
-        # variants of one tp x pp x dp are no different answers, unless there is no other
+        # variants of one tp x pp x dp x cp are no different answers, unless there is no other
         self.distinct = distinct and len({*space.sizes()}) > 1
-        self.safe = list[Row]()
-        self.risky = list[Row]()
-        # the fastest of each tp x pp x dp, ZeRO stage and recomputation, and of those at risk
+        self.best = dict[bool, list[Row]]({False: [], True: []})  # of those at risk: True
+        # the fastest of each tp x pp x dp x cp, ZeRO stage and recomputation, and of those at risk
         self.fastest = dict[Any, Row]()
         self.columns = columns_of(shape, space.fixed, space.engine)
         self.memory = memory_for(calibration, space.engine, cluster)
         self.points = functools.cache(space.points)
-        self.batches = functools.cache(space.batches)
         self.refused: Counter[str] = Counter()
         self.runnable = 0
 
@@ -88,25 +85,21 @@ class _Search:
         rule that they break.
         """
         tp, pp, dp, cp = sizes
-        t: Any = SimpleNamespace(**vars(self.space.fixed))
-        vars(t).update(zip(SIZES, sizes, strict=True))
-        t.gpus = math.prod(sizes)
-        mbs, gbs = self.batches(dp)
+        mbs, gbs = self.space.batches(dp)
         is_card = self.cluster.gpu.kind == "cuda"
         points = self.points(self.shape, pp, tp > 1, dp * cp > 1, is_card)
-        keep = np.full((len(points), len(mbs)), True)
-        left = keep.size
-        by_sizes = chain(cluster_rules(t, self.cluster), size_rules(t, self.shape))
-        for holds, field, rule in by_sizes:
-            if not holds:
-                self.refused[f"{field}: {rule}"] += left
-                return None
-        vars(t).update(points.values, mbs=mbs, gbs=gbs)
+        t: Any = SimpleNamespace(**vars(self.space.fixed) | points.values)
+        vars(t).update(zip(SIZES, sizes, strict=True), mbs=mbs, gbs=gbs, gpus=math.prod(sizes))
         # a remainder of floats takes four times as long
         t.microbatches = (gbs / (mbs * dp)).astype(np.int32)
-        of_topology = chain(shape_rules(t, self.shape), Topology.rules(t))
+        keep = np.full((len(points.rows), len(mbs)), True)
+        left = keep.size
         for holds, field, rule in chain(
-            of_topology, engine_rules(self.space.engine, self.shape, t)
+            cluster_rules(t, self.cluster),
+            size_rules(t, self.shape),
+            shape_rules(t, self.shape),
+            Topology.rules(t),
+            engine_rules(self.space.engine, self.shape, t),
         ):
             if np.all(holds):
                 continue
@@ -116,16 +109,16 @@ class _Search:
             self.refused[f"{field}: {rule}"] += before - left
             if not left:
                 return None
-        index, batch = np.nonzero(keep)
-        return Block(sizes, points, index, batch, mbs, gbs)
+        point, batch = np.nonzero(keep)
+        return Block(sizes, points, point, batch, mbs, gbs)
 
     def predict(self, blocks: Sequence[Block]) -> None:
         """Predict the topologies of some blocks together, and keep the best of them."""
         columns = block_columns(self.columns, blocks)
         memory = memory_bytes(columns, self.cluster, self.memory)
-        probability = oom_probability(memory, self.cluster, self.memory.spread)
         lengths = [len(block.point) for block in blocks]
         starts = np.cumsum([0, *lengths])
+        probability = oom_probability(memory, self.cluster, self.memory.spread)
         probability = np.broadcast_to(probability, starts[-1])
         runnable = int(np.count_nonzero(probability <= IMPOSSIBLE))
         self.refused[MEMORY_RULE] += len(probability) - runnable
@@ -137,64 +130,55 @@ class _Search:
         columns = columns.take(fits)
         which = np.repeat(np.arange(len(blocks)), lengths)[fits]
         seconds = iteration_columns(columns, self.cluster, self.calibration).total / columns.gbs
-        numbers = {sizes: n for n, sizes in enumerate({block.sizes for block in blocks})}
-        lanes = np.array([numbers[block.sizes] for block in blocks])[which]
+        is_risky = probability[fits] > SAFE
 
         def rows(index: np.ndarray) -> list[Row]:
             return [Row(seconds[i], blocks[which[i]], fits[i] - starts[which[i]]) for i in index]
 
-        def merged(best: list[Row], able: np.ndarray) -> list[Row]:
-            # a row is a Python object: only what may enter the best becomes one
-            if len(best) == self.top:
-                worst = best[-1].seconds
-            else:
-                worst = np.inf
-            index = np.flatnonzero(able & (seconds <= worst))
-            index = index[np.argsort(seconds[index], kind="stable")]
-            if self.distinct:
-                index = index[np.sort(np.unique(lanes[index], return_index=True)[1])]
-            ranked = sorted([*best, *rows(index[: self.top])], key=lambda row: row.seconds)
-            if self.distinct:
-                ranked = first_per_sizes(ranked, lambda row: row.block.sizes)
-            return ranked[: self.top]
-
-        is_risky = probability[fits] > SAFE
-        self.safe = merged(self.safe, ~is_risky)
-        self.risky = merged(self.risky, is_risky)
-        zero, recompute = np.broadcast_arrays(columns.zero, columns.recompute, lanes)[:2]
-        kinds = ((lanes * 4 + zero) * 8 + recompute) * 2 + is_risky
+        for at_risk, best in self.best.items():
+            index = np.flatnonzero(is_risky == at_risk)
+            index = index[np.argsort(seconds[index], kind="stable")[: self.top]]
+            ranked = sorted([*best, *rows(index)], key=lambda row: row.seconds)
+            self.best[at_risk] = ranked[: self.top]
+        kinds = ((which * 4 + columns.zero) * 8 + columns.recompute) * 2 + is_risky
         order = np.argsort(seconds, kind="stable")
         index = order[np.unique(kinds[order], return_index=True)[1]]
         for row, kind in zip(rows(index), kinds[index].tolist(), strict=True):
             key = (row.block.sizes, kind % 64)
-            best = self.fastest.get(key, row)
-            self.fastest[key] = min(best, row, key=lambda row: row.seconds)
+            self.fastest[key] = min(self.fastest.get(key, row), row, key=lambda row: row.seconds)
 
     def run(self) -> SearchResult:
         """All topologies, some thousands at a time; what no rule refuses is predicted."""
-        able = [sizes for sizes in self.space.sizes() if len(self.batches(sizes[2])[0])]
+        able = [sizes for sizes in self.space.sizes() if len(self.space.batches(sizes[2])[0])]
         together = list[Block]()
-        count = 0
         for sizes in progress(able, "search", "size"):
             block = self.block(sizes)
             if block:
                 together.append(block)
-                count += len(block.point)
-            if count > TOGETHER:
+            if sum(len(one.point) for one in together) > TOGETHER:
                 self.predict(together)
                 together = []
-                count = 0
         if together:
             self.predict(together)
         return SearchResult(
             space=self.space,
-            rows=tuple(self.candidates(self.safe)),
-            risky=tuple(self.candidates(self.risky)),
+            rows=self.ranked(False),
+            risky=self.ranked(True),
             runnable=self.runnable,
             refused_by_rule={rule: count for rule, count in self.refused.most_common() if count},
             kinds=self.kinds,
             find_cure=self.cure,
         )
+
+    def ranked(self, at_risk: bool) -> tuple[Candidate, ...]:
+        """The best that are at risk, or not; where asked one of each tp x pp x dp x cp."""
+        rows = self.best[at_risk]
+        if self.distinct:
+            rows = [row for (_, kind), row in self.fastest.items() if kind % 2 == at_risk]
+            rows = first_per_sizes(
+                sorted(rows, key=lambda row: row.seconds), lambda row: row.block.sizes
+            )
+        return tuple(self.candidates(rows[: self.top]))
 
     def cure(self) -> str:
         """The fewest GPUs, from those asked for by doubling, on which some topology runs without
@@ -218,6 +202,7 @@ class _Search:
     def candidates(self, rows: Iterable[Row]) -> list[Candidate]:
         """Each row as a plan."""
         found = []
+        kept = self.calibration.kept()
         for row in rows:
             t = row.block.topology(self.space.fixed, row.number)
             label = label_of(self.shape, self.cluster, t, self.space.engine)
@@ -229,7 +214,7 @@ class _Search:
                 shape=self.shape,
                 cluster=self.cluster,
                 engine=self.space.engine,
-                calibration=self.kept,
+                calibration=kept,
             )
             found.append(Candidate(plan=plan, calibration=self.calibration))
         return found
@@ -275,9 +260,10 @@ def search(
     cluster = load_cluster(cluster)
     known = calibration_for(cluster, calibration or "")
     if engine == ANY:
-        choices |= {"gpus": gpus, "gbs": gbs, "calibration": known}
-        choices |= {"top": top, "distinct": distinct}
-        results = [search(shape, cluster, engine=one, **choices) for one in ENGINES]
+        choices |= {"gpus": gpus, "gbs": gbs, "calibration": known, "top": top}
+        results = [
+            search(shape, cluster, engine=one, distinct=distinct, **choices) for one in ENGINES
+        ]
         return _merged(results, top, distinct)
     space = space_for(shape, cluster, gpus=gpus, gbs=gbs, engine=engine, **choices)
     return search_space(shape, cluster, space, known, top, distinct)
@@ -293,12 +279,12 @@ def _merged(results: Sequence[SearchResult], top: int, distinct: bool) -> Search
     refused = Counter[str]()
     for result in results:
         refused.update(result.refused_by_rule)
-    return SearchResult(
+    return dataclasses.replace(
+        results[0],
         space=dataclasses.replace(results[0].space, engine=ANY),
         rows=ranked([result.rows for result in results]),
         risky=ranked([result.risky for result in results]),
         runnable=sum(result.runnable for result in results),
         refused_by_rule=dict(refused.most_common()),
         kinds=lambda: [*chain(*[result.kinds() for result in results])],
-        find_cure=results[0].find_cure,
     )

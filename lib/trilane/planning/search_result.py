@@ -33,8 +33,7 @@ class Candidate(Record, HasTopology):
     @cached_property
     def prediction(self) -> Prediction:
         """What it is expected to take."""
-        found: Prediction = predict(self.plan, self.calibration)
-        return found
+        return predict(self.plan, self.calibration)
 
     @property
     def topology(self) -> Topology:

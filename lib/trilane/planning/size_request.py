@@ -16,7 +16,7 @@ from trilane.costmodel.shipped import calibration_for
 from trilane.forecasting.failures import FailureModel
 from trilane.planning.space import ANY
 from trilane.utils.tables import Record
-from trilane.utils.validation import parse_count, require, require_positive
+from trilane.utils.validation import parse_count, require, require_positive, shipped_json
 
 # NVIDIA, 'Matrix multiplication background', tile quantization; the prequel: nhidden % 128 = 0
 TILE = 128
@@ -32,17 +32,7 @@ SMALL_RATIOS = (48.0, 160.0)
 MOST_WIDTHS = 10
 # Llama 3 (arXiv:2407.21783, table 3): 8 key-value heads, an MLP of 3.5 h at 8B and 70B; its
 # predecessors without shared heads had 8/3 h (arXiv:2302.13971, section 2.2)
-KINDS: dict[str, dict[str, Any]] = {
-    "gpt2": {},
-    "bloom": {"positions": "alibi", "embedding_layernorm": True},
-    "llama": {
-        "activation": "swiglu",
-        "normalization": "rmsnorm",
-        "positions": "rotary",
-        "biases": "none",
-        "tied_embeddings": False,
-    },
-}
+KINDS: dict[str, dict[str, Any]] = shipped_json("kinds")
 
 
 def one_layer(like: str, hidden: int, heads: int, **sizes: int) -> ModelShape:

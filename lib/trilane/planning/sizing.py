@@ -80,15 +80,15 @@ class Proposal(Candidate):
             costs["money_p50"] = r.price * costs["gpu_hours_p50"]
         return costs
 
-    def columns(self, best: "Proposal") -> dict[str, Any]:
-        """As a row of a frame."""
+    def columns(self, best: float) -> dict[str, Any]:
+        """As a row of a frame, beside the least cost."""
         return {
             **plan_columns(self.plan, self.prediction),
             "tflops": self.tflops,
             "hidden_per_layer": self.shape.hidden_size / self.shape.num_layers,
             "tokens": self.tokens,
             **self.costs,
-            "cost_over_best": self.cost / best.cost - 1,
+            "cost_over_best": self.cost / best - 1,
             "notes": "; ".join(self.notes),
         }
 
@@ -150,7 +150,8 @@ class Proposals(Table):
         """
         import pandas as pd
 
-        rows = [p.columns(self.rows[0]) for p in self.rows]
+        least = min(p.cost for p in self.rows) if self.rows else 0.0
+        rows = [p.columns(least) for p in self.rows]
         return pd.DataFrame(rows, index=range(1, len(rows) + 1))
 
     def to_json(self, top: int = SHOWN) -> dict[str, Any]:
@@ -274,8 +275,7 @@ def proposed(plan: Plan, request: SizeRequest, notes: Iterable[str] = ()) -> Pro
     batch = plan.topology.gbs * plan.shape.seq_length
     iterations = math.ceil(request.tokens_of(plan.shape.parameters) / batch)
     plan = replace(plan, run=replace(plan.run, train_iters=iterations))
-    calibration = request.calibration
-    return Proposal(plan=plan, calibration=calibration, request=request, notes=tuple(notes))
+    return Proposal(plan=plan, calibration=request.calibration, request=request, notes=tuple(notes))
 
 
 def broken_rules(shape: ModelShape, topology: Topology) -> list[str]:

@@ -36,13 +36,8 @@ OTHERS = ("zero", "sequence_parallel", *OVERLAPS, *HELD)
 VARIED = (*STAGES, *OTHERS)
 ANY = "any"  # engine
 FREE = (*SIZES, "mbs", *VARIED)
-# which overlaps each engine has
-OVERLAPPED = {
-    "megatron": OVERLAPS,
-    "deepspeed-3d": (),
-    "deepspeed-zero": OVERLAPS[:1],
-    "hf-zero3": OVERLAPS[:1],
-}
+# which overlaps engines have; the others sum gradients alone
+OVERLAPPED = {"megatron": OVERLAPS, "deepspeed-3d": ()}
 
 
 def divisors(n: int) -> list[int]:
@@ -51,43 +46,28 @@ def divisors(n: int) -> list[int]:
 
 
 class Points:
-    """What topologies are apart from their parallel sizes and batch sizes: each way to deal and
-    recompute layers with each of the other choices, P points in all.
+    """What topologies are apart from their parallel sizes and batch sizes: rows of VARIED, each way
+    to deal and recompute layers with each of the `count` combinations of other choices.
 
     `values` are those of VARIED, (P, 1), and `numbers` those of Columns, (P,); `ladders` are the
-    runs of stages that differ in nothing but a rising number of recomputed layers.
+    runs of such ways that differ in a rising number of recomputed layers alone.
     """
 
     def __init__(self, stages: Sequence[tuple[Any, ...]], others: Sequence[tuple[Any, ...]]):
-        self.stages = stages
-        self.others = others
+        self.count = len(others)
+        self.rows = [(*stage, *other) for stage in stages for other in others]
         self.values = dict[str, np.ndarray]()
         self.numbers = dict[str, np.ndarray]()
-        for names, rows, spread in (
-            (STAGES, stages, lambda column: np.repeat(column, len(others))),
-            (OTHERS, others, lambda column: np.tile(column, len(stages))),
-        ):
-            for name, column in zip(names, zip(*rows, strict=True), strict=True):
-                self.values[name] = spread(np.array(column))[:, None]
-                numbers = {value: float(number_of(name, value)) for value in {*column}}
-                self.numbers[name] = spread(np.array([numbers[value] for value in column]))
-
+        for name, column in zip(VARIED, zip(*self.rows, strict=True), strict=True):
+            self.values[name] = np.array(column)[:, None]
+            self.numbers[name] = np.array([number_of(name, value) for value in column], float)
         self.ladders = list[tuple[int, int]]()
-        for (*_, recompute), group in itertools.groupby(range(len(stages)), self._layout):
-            steps = [*group]
+        end = 0
+        for (*_, recompute), steps in itertools.groupby(stages, lambda stage: stage[:-1]):
+            start = end
+            end += len([*steps])
             if recompute == "block":
-                self.ladders.append((steps[0], steps[-1] + 1))
-
-    def _layout(self, stage: int) -> tuple[Any, ...]:
-        return self.stages[stage][:-1]
-
-    def __len__(self) -> int:
-        return len(self.stages) * len(self.others)
-
-    def __getitem__(self, point: int) -> dict[str, Any]:
-        """The choices of a point."""
-        stage, other = divmod(point, len(self.others))
-        return dict(zip(VARIED, (*self.stages[stage], *self.others[other]), strict=True))
+                self.ladders.append((start, end))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -184,9 +164,9 @@ class Space(Record):
         if name in HELD:
             return self.pins.get(name, (getattr(self.fixed, name),))
         if name == "sequence_parallel" and not has_tp:
-            return _only(False, values)
+            return tuple(value for value in values if not value)
         if name in OVERLAPS and name not in self.pins:
-            overlaps = has_dp and name in OVERLAPPED[self.engine]
+            overlaps = has_dp and name in OVERLAPPED.get(self.engine, OVERLAPS[:1])
             is_free = self.engine == ENGINES[0] and name == OVERLAPS[0]
             return values[is_free:] if overlaps else (False,)
         return values
@@ -306,11 +286,6 @@ def read_choices(**texts: str) -> dict[str, Any]:
     return choices
 
 
-def _only(value: Any, values: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The value alone where it is among them; else none."""
-    return (value,) if value in values else ()
-
-
 def _tuple(value: Any) -> tuple[Any, ...]:
     if isinstance(value, (tuple, list, range)):
         return tuple(value)
@@ -332,7 +307,7 @@ class Block(NamedTuple):
     def topology(self, fixed: Topology, row: int) -> Topology:
         """One of them."""
         values: dict[str, Any] = dict(zip(SIZES, self.sizes, strict=True))
-        values |= self.points[self.point[row]]
+        values |= zip(VARIED, self.points.rows[self.point[row]], strict=True)
         values["mbs"] = int(self.mbs[self.batch[row]])
         values["gbs"] = int(self.gbs[self.batch[row]])
         return dataclasses.replace(fixed, **values)
@@ -341,10 +316,10 @@ class Block(NamedTuple):
         """Which rows may be the fastest within one of the limits of P(OOM): of those that differ in
         their recomputed layers alone, the one with the fewest, (R,).
         """
-        count = len(self.points.others)
+        count = self.points.count
         stage, other = np.divmod(self.point, count)
         place = stage, other * len(self.mbs) + self.batch
-        table = np.full((len(self.points.stages), count * len(self.mbs)), 2.0)
+        table = np.full((len(self.points.rows) // count, count * len(self.mbs)), 2.0)
         table[place] = probability
         found = table <= max(limits)
         for start, end in self.points.ladders:

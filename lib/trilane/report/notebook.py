@@ -179,10 +179,13 @@ def run_all(study: Study, values: Mapping[str, Mapping[str, Any]]) -> Path:
     """Run notebooks in order, each with its parameters, as distribute() gives them; the path of the
     study's index.
 
-    A notebook that the study already holds, executed with the same parameters, is not run again.
+    A notebook that the study already holds, executed with the same parameters, is not run again
+    where none before it is.
     """
+    is_kept = True
     for name, given in values.items():
-        if is_done(name, study, given):
+        is_kept = is_kept and is_done(name, study, given)
+        if is_kept:
             print(f"{name}: completed before, kept", file=sys.stderr)
         else:
             print(name, file=sys.stderr)
