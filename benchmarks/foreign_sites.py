@@ -29,9 +29,10 @@ def main() -> None:
         runs = compared(rows, predict_foreign(rows, known))
         names = [f"{row.file} {row.stack}" for row in rows]
         for name, own in (("all", runs), *runs.groupby(names, sort=False)):
-            found.setdefault(name, {})[f"after {known} rows"] = figures(own)
+            width = (own["sec_hi"] / own["sec_lo"]).median()
+            found.setdefault(name, {})[f"after {known} rows"] = figures(own) | {"width": width}
     if "--json" in sys.argv:
-        print(json.dumps(found, indent=1))
+        print(json.dumps(found, indent=1, default=float))
         return
     for name, each in found.items():
         print(name)

@@ -10,7 +10,6 @@ from trilane.cli.app import main
 from trilane.config.cluster import cluster
 from trilane.forecasting.forecast import forecast
 from trilane.planning.deadline import best_within
-from trilane.planning.search_result import sizes_of
 from trilane.planning.size_request import SizeRequest
 from trilane.planning.sizing import survey
 
@@ -68,7 +67,7 @@ def test_the_best_of_each_cluster_is_compute_optimal_in_time_and_on_three_topolo
         costs = [row.costs for row in rows]
         assert rows[0].tokens == pytest.approx(20 * rows[0].shape.parameters)
         assert all(each["days_p90"] <= 1.0 for each in costs)
-        assert len({sizes_of(row) for row in rows}) == len(rows)
+        assert len({row.lane for row in rows}) == len(rows)
         assert len({row.shape for row in rows}) == 1
         assert costs[0]["gpu_hours_p50"] <= min(each["gpu_hours_p50"] for each in costs)
     assert best.best.shape.parameters >= 0.96 * largest(1.0).shape.parameters

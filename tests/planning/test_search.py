@@ -24,7 +24,7 @@ from trilane.costmodel import shipped
 from trilane.costmodel.calibration import Configuration
 from trilane.costmodel.predict import predict
 from trilane.planning.search import MEMORY_RULE, search, search_space
-from trilane.planning.search_result import ranks, sizes_of
+from trilane.planning.search_result import ranks
 from trilane.planning.space import VARIED, Space
 
 A100 = cluster("jz-a100-80g")
@@ -56,7 +56,7 @@ def test_search_ranks_what_can_run_and_counts_the_rest_by_rule():
     ]
     asked = {"gpus": 384, "gbs": 2048, "mbs": [1, 2, 4], "calibration": K, **AS_THEN}
     apart = search(SHAPE, A100, distinct=True, **asked)
-    assert len({*map(sizes_of, apart.best(5))}) == 5 and apart.best() == found[0]
+    assert len({row.lane for row in apart.best(5)}) == 5 and apart.best() == found[0]
 
 
 def test_plain_loops_refuse_each_topology_by_the_first_rule_that_it_breaks():

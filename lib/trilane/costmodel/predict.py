@@ -76,8 +76,8 @@ class Prediction(Record):
 
     def summary(self) -> str:
         seconds = with_bounds(self.sec_per_it, self.sec_lo, self.sec_hi)
-        gib = self.memory_bytes / 2**30
-        return f"{seconds} s/it, {gib:.1f} GiB, P(OOM) {self.oom_probability:.1%}"
+        memory = f"{self.memory_bytes / 2**30:.1f} GiB, P(OOM) {self.oom_probability:.1%}"
+        return f"{seconds} s/it, {memory}"
 
     @property
     def numbers(self) -> dict[str, float]:
@@ -93,9 +93,8 @@ class Prediction(Record):
             "host_memory_gib": self.host_memory_bytes / 2**30,
             "oom_probability": self.oom_probability,
         }
-        for part, seconds in vars(self.time).items():
-            numbers[f"{part}_s"] = seconds
-        return numbers
+        parts = vars(self.time).items()
+        return numbers | {f"{part}_s": seconds for part, seconds in parts}
 
     def to_frame(self) -> DataFrame:
         """A row: `numbers`."""

@@ -24,7 +24,7 @@ from trilane.costmodel.iteration import iteration_columns
 from trilane.costmodel.memory import memory_bytes, memory_for, oom_probability
 from trilane.costmodel.predict import IMPOSSIBLE, SAFE
 from trilane.costmodel.shipped import calibration_for
-from trilane.planning.search_result import Candidate, SearchResult, first_per_sizes, sizes_of
+from trilane.planning.search_result import Candidate, SearchResult, first_per_lane
 from trilane.planning.space import (
     ANY,
     SIZES,
@@ -49,6 +49,10 @@ class Row(NamedTuple):
     block: Block
     number: int
 
+    @property
+    def lane(self) -> tuple[int, ...]:
+        return self.block.lane
+
 
 class _Search:
     """One pass over a space: the best `top` of the safe and of the risky, and the fastest of each
@@ -69,15 +73,15 @@ class _Search:
         self.space = space
         self.calibration = calibration
         self.top = top
-        # variants of one tp x pp x dp x cp are no different answers, unless there is no other
-        self.distinct = distinct and len({*space.sizes()}) > 1
+        # variants of one tp x pp x dp are no different answers, unless there is no other
+        self.distinct = distinct and len({size[:2] for size in space.sizes()}) > 1
         self.best = dict[bool, list[Row]]({False: [], True: []})  # of those at risk: True
-        # the fastest of each tp x pp x dp x cp, ZeRO stage and recomputation, and of those at risk
+        # the fastest of each tp x pp x dp, ZeRO stage and recomputation, and of those at risk
         self.fastest = dict[Any, Row]()
         self.columns = columns_of(shape, space.fixed, space.engine)
         self.memory = memory_for(calibration, space.engine, cluster)
         self.points = functools.cache(space.points)
-        self.refused: Counter[str] = Counter()
+        self.refused = Counter[str]()
         self.runnable = 0
 
     def block(self, sizes: ParallelSizes) -> Block | None:
@@ -144,7 +148,7 @@ class _Search:
         order = np.argsort(seconds, kind="stable")
         index = order[np.unique(kinds[order], return_index=True)[1]]
         for row, kind in zip(rows(index), kinds[index].tolist(), strict=True):
-            key = (row.block.sizes, kind % 64)
+            key = (row.lane, kind % 64)
             self.fastest[key] = min(self.fastest.get(key, row), row, key=lambda row: row.seconds)
 
     def run(self) -> SearchResult:
@@ -171,13 +175,11 @@ class _Search:
         )
 
     def ranked(self, at_risk: bool) -> tuple[Candidate, ...]:
-        """The best that are at risk, or not; where asked one of each tp x pp x dp x cp."""
+        """The best that are at risk, or not; where asked one of each tp x pp x dp."""
         rows = self.best[at_risk]
         if self.distinct:
             rows = [row for (_, kind), row in self.fastest.items() if kind % 2 == at_risk]
-            rows = first_per_sizes(
-                sorted(rows, key=lambda row: row.seconds), lambda row: row.block.sizes
-            )
+            rows = first_per_lane(sorted(rows, key=lambda row: row.seconds))
         return tuple(self.candidates(rows[: self.top]))
 
     def cure(self) -> str:
@@ -274,7 +276,7 @@ def _merged(results: Sequence[SearchResult], top: int, distinct: bool) -> Search
 
     def ranked(parts: Iterable[Sequence[Candidate]]) -> tuple[Candidate, ...]:
         rows = sorted(chain(*parts), key=lambda c: c.prediction.sec_per_it)
-        return tuple((first_per_sizes(rows, sizes_of) if distinct else rows)[:top])
+        return tuple((first_per_lane(rows) if distinct else rows)[:top])
 
     refused = Counter[str]()
     for result in results:

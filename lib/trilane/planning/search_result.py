@@ -11,10 +11,10 @@ from trilane.config.parallelism import HasTopology, Topology
 from trilane.config.plan import Plan
 from trilane.costmodel.calibration import Calibration
 from trilane.costmodel.predict import SAFE, Prediction, predict
-from trilane.planning.space import ParallelSizes, Space
+from trilane.planning.space import Space
 from trilane.utils import tables
 from trilane.utils.numbers import chance, with_bounds
-from trilane.utils.tables import DataFrame, Record, T, Table, Text
+from trilane.utils.tables import DataFrame, Record, Table, Text
 from trilane.utils.validation import require, require_known
 
 # Of 52 pairs of measured A100 rows of one table, model and batch whose left-out predictions differ
@@ -42,6 +42,11 @@ class Candidate(Record, HasTopology):
     @property
     def label(self) -> str:
         return self.plan.label
+
+    @property
+    def lane(self) -> tuple[int, ...]:
+        """tp, pp and GPUs: replicas that share sequences are no other lane."""
+        return self.tp, self.pp, self.gpus
 
     def to_json(self) -> dict[str, Any]:
         """The plan as plan.json has it, with its id, prediction and constants."""
@@ -139,17 +144,11 @@ def ranks(seconds: Sequence[float]) -> list[int]:
     return found
 
 
-def sizes_of(candidate: Candidate) -> ParallelSizes:
-    """Its tp, pp, dp and cp."""
-    t = candidate.topology
-    return t.tp, t.pp, t.dp, t.cp
-
-
-def first_per_sizes(rows: Iterable[T], sizes: Callable[[T], ParallelSizes]) -> list[T]:
-    """The first row of each tp x pp x dp, in their order."""
-    first: dict[ParallelSizes, T] = {}
+def first_per_lane(rows: Iterable[Any]) -> list[Any]:
+    """The first row of each tp x pp and number of GPUs, in their order."""
+    first = dict[Any, Any]()
     for row in rows:
-        first.setdefault(sizes(row), row)
+        first.setdefault(row.lane, row)
     return list(first.values())
 
 

@@ -17,7 +17,7 @@ from trilane.config.engines import (
     default_precision,
 )
 from trilane.config.model import ModelShape
-from trilane.config.options import check_field, read_field
+from trilane.config.options import changed, check_field, read_field
 from trilane.config.parallelism import Topology
 from trilane.costmodel.columns import Columns, number_of
 from trilane.utils.tables import Record
@@ -96,7 +96,7 @@ class Space(Record):
                 check_field(Topology, "dp" if name == "gpus" else name, value)
         if not any(self.sizes()):
             name = next(size for size in SIZES if size in self.pins)
-            rule = f"no tp x pp x dp x cp with the pinned sizes makes gpus={self.gpus[0]}"
+            rule = f"no tp x pp x dp with the pinned sizes makes gpus={self.gpus[0]}"
             require(False, name, self.pins[name][0], rule)
 
     @property
@@ -105,10 +105,7 @@ class Space(Record):
         t = self.fixed
         held = {"engine": self.engine, "attention": t.attention}
         held |= {name: getattr(t, name) for name in HELD[1:]}
-        usual = Topology()
-        for name, value in vars(t).items():
-            if name not in FREE and value != getattr(usual, name):
-                held[name] = value
+        held |= {name: value for name, value in changed(t).items() if name not in FREE}
         for name, values in self.pins.items():
             if len(values) == 1:
                 held[name] = values[0]
@@ -177,9 +174,8 @@ class Space(Record):
         return OVERLAPS[1] in self.pins or gathers == (reduces and zero == 1)
 
     def _stages(self, shape: ModelShape, pp: int) -> Iterator[tuple[Any, ...]]:
-        """How layers are dealt: evenly, with embedding and head as layers, or with up to three
-        less on the first stage and as many less on the last as the head weighs, and two more; each
-        with every number of chunks.
+        """How layers are dealt: evenly, with embedding and head as layers, or with less on the
+        ends, by as many as the head weighs and two more at most; each with every number of chunks.
 
         What cannot be dealt is there once, with one chunk, so that a rule refuses it.
         """
@@ -200,7 +196,7 @@ class Space(Record):
                 if others > 0:
                     each, left = divmod(rest, others)
                     even = left == 0 < each
-                is_light = each - 3 <= (first or each) and each - head - 2 <= (last or each)
+                is_light = each - head - 2 <= min(first or each, last or each)
                 if pinned or any(ends) or not (first or last) or (even and is_light):
                     chunks = math.gcd(first, last, each) if even else 1
                     for v in pinned or divisors(chunks if pp > 1 else 1):
@@ -303,6 +299,11 @@ class Block(NamedTuple):
     batch: np.ndarray
     mbs: np.ndarray
     gbs: np.ndarray
+
+    @property
+    def lane(self) -> tuple[int, ...]:
+        """tp, pp and GPUs."""
+        return *self.sizes[:2], math.prod(self.sizes)
 
     def topology(self, fixed: Topology, row: int) -> Topology:
         """One of them."""
