@@ -28,12 +28,11 @@ def default(cluster: Cluster, stack: str = "") -> Calibration:
     The shipped fit of that cluster and software stack, or of the cluster if no stack is given; else
     what the fits of the card, the cluster and the stack have in common with it (see combined).
     """
-    shipped = shipped_json("calibrations")
     name = nodes_name(cluster.name)
     if stack:
         name = f"{name}/{stack}"
-    if name in shipped:
-        return from_json(shipped[name])
+    if name in shipped_json("calibrations"):
+        return _shipped(name)
     if cluster.gpu.kind == "cpu":
         # 0.7 ms a layer, where one torch operation takes 1.8 microseconds (Megatron-Core 0.16, one
         # core, a tiny layer), and no fused kernels. What is sent takes the cores from what it could
@@ -54,11 +53,15 @@ def default(cluster: Cluster, stack: str = "") -> Calibration:
 
 
 @functools.cache
+def _shipped(name: str) -> Calibration:
+    return from_json(shipped_json("calibrations")[name])
+
+
+@functools.cache
 def _fits() -> list["Fit"]:
     """The shipped fits with their rows."""
-    shipped = shipped_json("calibrations")
     groups = grouped(usable(every_row()), lambda r: f"{nodes_name(r.case.cluster.name)}/{r.stack}")
-    return [Fit.of(rows, from_json(shipped[name])) for name, rows in groups.items()]
+    return [Fit.of(rows, _shipped(name)) for name, rows in groups.items()]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,8 +162,8 @@ def prior_of(cluster: Cluster, stack: str) -> Calibration:
     values |= stacks().get(stack, {}).get("constants", {})
     given = shipped_json("regimes").get(nodes_name(cluster.name), [])
     regimes = tuple(from_mapping(Regime, regime, "regime") for regime in given)
-    each = tuple(deviations.values())
-    return Calibration(**values, regimes=regimes, stack=stack, deviations=each)
+    values |= {"regimes": regimes, "stack": stack}
+    return Calibration(**values, deviations=tuple(deviations.values()))
 
 
 def calibration_for(cluster: Cluster | str, source: str | Calibration = "") -> Calibration:

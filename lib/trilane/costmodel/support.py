@@ -67,21 +67,20 @@ def support(case: Configuration, calibration: Calibration, seconds: float) -> Su
     """
     rows, sizes, kinds, records = measured()
     own = features(case, calibration.stack, seconds)
-    names = [*SPANS]
+    place = _apart(sizes_of(case))
     if calibration.own:
-        parts = np.abs(_apart(np.array(calibration.own)) - _apart(sizes_of(case)))
+        parts = np.abs(_apart(calibration.own) - place)
     else:
-        names += KINDS
         differs = (kinds != [own[name] for name in KINDS]) * [*KINDS.values()]
         differs[:, -1] *= calibration.stack != ""
-        parts = np.hstack([np.abs(sizes - _apart(sizes_of(case))), differs])
+        parts = np.hstack([np.abs(sizes - place), differs])
     distances = np.sqrt((parts**2).sum(1))
     first = int(np.argmin(distances))
-    largest = sorted(zip(parts[first].tolist(), names, strict=True), reverse=True)
+    largest = sorted(zip(parts[first].tolist(), [*SPANS, *KINDS], strict=False), reverse=True)
     words = DISTANCES["names"]
-    nearest = rows[first]
-    if calibration.own:
-        nearest = {"row_id": "one of your own", "software": ""}
+    nearest = {"row_id": "one of your own", "software": ""}
+    if not calibration.own:
+        nearest = rows[first]
     return Support(
         row=nearest["row_id"],
         distance=float(distances[first]),
