@@ -85,8 +85,10 @@ class Prediction(Record):
         calls reserved and allocated, and the seconds of each part of an iteration.
         """
         fullest = max(self.stages, key=lambda stage: stage.total)
-        numbers = {name: vars(self)[name] for name in ("sec_per_it", "sec_lo", "sec_hi")}
-        numbers |= {
+        numbers = {
+            "sec_per_it": self.sec_per_it,
+            "sec_lo": self.sec_lo,
+            "sec_hi": self.sec_hi,
             "memory_gib": self.memory_bytes / 2**30,
             "reserved_gib": fullest.reserved / 2**30,
             "allocated_gib": fullest.allocated / 2**30,

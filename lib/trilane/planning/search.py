@@ -90,8 +90,7 @@ class _Search:
         """
         tp, pp, dp, cp = sizes
         mbs, gbs = self.space.batches(dp)
-        is_card = self.cluster.gpu.kind == "cuda"
-        points = self.points(self.shape, pp, tp > 1, dp * cp > 1, is_card)
+        points = self.points(self.shape, pp, tp > 1, dp * cp > 1, self.cluster.gpu.kind == "cuda")
         t: Any = SimpleNamespace(**vars(self.space.fixed) | points.values)
         vars(t).update(zip(SIZES, sizes, strict=True), mbs=mbs, gbs=gbs, gpus=math.prod(sizes))
         # a remainder of floats takes four times as long

@@ -107,6 +107,7 @@ class Space(Record):
         held |= {name: getattr(t, name) for name in HELD[1:]}
         held |= {name: value for name, value in changed(t).items() if name not in FREE}
         for name, values in self.pins.items():
+            held.pop(name, None)
             if len(values) == 1:
                 held[name] = values[0]
         return ", ".join(f"{name} {value}" for name, value in held.items())
@@ -158,8 +159,8 @@ class Space(Record):
     def _values(self, name: str, has_tp: bool, has_dp: bool) -> tuple[Any, ...]:
         """The values of a choice; without what it is about there is no other than the first."""
         values = self.pins.get(name, SEARCHED[name])
-        if name in HELD:
-            return self.pins.get(name, (getattr(self.fixed, name),))
+        if name in HELD and name not in self.pins:
+            values = (getattr(self.fixed, name),)
         if name == "sequence_parallel" and not has_tp:
             return tuple(value for value in values if not value)
         if name in OVERLAPS and name not in self.pins:
