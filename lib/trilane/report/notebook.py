@@ -31,7 +31,7 @@ from trilane.workspace.study import Study, load_cluster
 
 # The notebooks of `all`, in order: of this machine, which trains, and of another cluster
 HERE = ["01_sizing", "02_topology", "03_launch", "04_analyze"]
-ELSEWHERE = ("01_sizing", "02_topology", "03_launch", "07_calendar", "08_decision")
+ELSEWHERE = ["02_topology", "03_launch", "07_calendar", "08_decision"]
 
 
 class NotebookError(Exception):
@@ -75,10 +75,9 @@ def notebooks_of_all(given: Mapping[str, Any]) -> tuple[list[str], dict[str, Any
     if cluster == "local":
         return HERE, {**given}
     load_cluster(cluster)
-    names = [*ELSEWHERE]
-    if {"shape", "gpus", "gbs"} <= given.keys():
-        names.remove("01_sizing")
-    return names, {"train": False, **given}
+    for name in ("shape", "gpus", "gbs"):
+        require(name in given, name, "missing", f"needed on {cluster}; 01_sizing proposes shapes")
+    return ELSEWHERE, {"train": False, **given}
 
 
 @functools.cache
