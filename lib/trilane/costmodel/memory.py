@@ -58,8 +58,8 @@ class MemoryConstants:
     spread        standard deviation of ln(measured / predicted)
     """
 
-    optimizer: float = 17.4
-    accumulated: float = 4.9
+    optimizer: float = 17.1
+    accumulated: float = 4.88
     unfused: float = 0.0
     gates: float = 0.0
     scores: float = 5.0
@@ -70,11 +70,11 @@ class MemoryConstants:
     ends: float = 0.0
     whole: float = 0.0
     checkpoint: float = 1.31
-    working: float = 0.89
+    working: float = 0.86
     gathered: float = 4.0
-    logit: float = 10.9
-    base_bytes: float = 1.64e9
-    slack: float = 0.14
+    logit: float = 10.6
+    base_bytes: float = 1.63e9
+    slack: float = 0.154
     spread: float = 0.04
 
 
