@@ -159,7 +159,7 @@ BLURRED = """() => {
 }"""
 DRAWN = '[...document.querySelectorAll("figure.chart")].every(f => f.querySelector(".drawing svg"))'
 
-DOTS = ".mark-symbol.role-mark path"
+DOTS = ".points_marks path"
 
 
 def use_every_control(page: Any) -> None:

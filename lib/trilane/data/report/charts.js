@@ -30,7 +30,7 @@ function steer(place, view) {
   const set = (name, value) => view.signal(name, value).runAsync();
   const pin = name => () => set(name, view.signal("plan_key"));
   const walk = by => () => {
-    const dots = [...place.querySelectorAll(".mark-symbol.role-mark path")].map(dot => dot.__data__.datum).filter(dot => dot.kept);
+    const dots = [...place.querySelectorAll(".points_marks path")].map(dot => dot.__data__.datum).filter(dot => dot.kept);
     dots.sort((p, q) => p.gib - q.gib || p.s - q.s); // as they stand in the figure
     const at = dots.findIndex(dot => dot.key === view.signal("plan_key"));
     if (dots.length) set("plan_key", dots[(Math.max(at, 0) + by + dots.length) % dots.length].key);
