@@ -141,5 +141,5 @@ def measured() -> tuple[list[dict[str, str]], np.ndarray, np.ndarray, dict[str, 
     kinds = np.array([[row[name] for name in KINDS] for row in rows])
     records = dict[str, float]()
     for row in sorted(rows, key=lambda row: row["mfu"]):
-        records[row["peak"]] = float(row["mfu"] or 0)
+        records[row["peak"]] = float(row["mfu"] or "inf")
     return rows, _apart(sizes), kinds, records

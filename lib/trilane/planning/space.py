@@ -151,8 +151,8 @@ class Space(Record):
         free = [row for row in itertools.product(*others) if self._is_useful(row)]
         stages = [
             (*stage, *again)
-            for stage in self._stages(shape, pp)
-            for again in self._recomputed(shape, pp, *stage)
+            for stage, layers in self._stages(shape, pp)
+            for again in self._recomputed(layers)
         ]
         return Points(stages, free)
 
@@ -174,9 +174,10 @@ class Space(Record):
         zero, _, reduces, gathers, *_ = row
         return OVERLAPS[1] in self.pins or gathers == (reduces and zero == 1)
 
-    def _stages(self, shape: ModelShape, pp: int) -> Iterator[tuple[Any, ...]]:
+    def _stages(self, shape: ModelShape, pp: int) -> Iterator[tuple[tuple[Any, ...], int]]:
         """How layers are dealt: evenly, with embedding and head as layers, or with less on the
-        ends, by as many as the head weighs and two more at most; each with every number of chunks.
+        ends, by as many as the head weighs and two more at most; each with every number of chunks,
+        and the layers of a chunk in the middle.
 
         What cannot be dealt is there once, with one chunk, so that a rule refuses it.
         """
@@ -201,16 +202,14 @@ class Space(Record):
                 if pinned or any(ends) or not (first or last) or (even and is_light):
                     chunks = math.gcd(first, last, each) if even else 1
                     for v in pinned or divisors(chunks if pp > 1 else 1):
-                        yield partition, first, last, v
+                        yield (partition, first, last, v), rest // max(others, 1) // v
 
-    def _recomputed(
-        self, shape: ModelShape, pp: int, partition: str, first: int, last: int, chunks: int
-    ) -> Iterator[tuple[str, int]]:
-        """What is computed again: of each chunk of a stage in the middle every number of layers."""
+    def _recomputed(self, held: int) -> Iterator[tuple[str, int]]:
+        """What is computed again: every number of layers of a chunk in the middle, which holds so
+        many.
+        """
         pinned = self.pins.get("recompute_layers")
-        others = max(pp - (first > 0) - (last > 0), 1)
-        units = shape.num_layers + 2 * (partition != "uniform") - first - last
-        usual = range(1, units // others // chunks)
+        usual = range(1, held)
         for recompute in self.pins.get("recompute", SEARCHED["recompute"]):
             if recompute == "block":
                 yield from ((recompute, layers) for layers in pinned or usual if layers)
