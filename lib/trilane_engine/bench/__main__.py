@@ -154,6 +154,7 @@ def _links(world: Any, hosts: list[str], processes: int) -> dict[str, float]:
             links.append(("node", group, len(ranks)))
     if len(set(hosts)) > 1:
         links.append(("network", None, world.size))
+    world.barrier()  # all hosts at once, as they train, and none before another has its group
     rates: dict[str, float] = {}
     for link, group, n in links:
         if n > 1:
