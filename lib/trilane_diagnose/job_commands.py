@@ -41,7 +41,7 @@ def end(
     outcome = nodes_of_job.end(folder, code, test=test)
     text = f"{outcome.status} after {outcome.seconds:.0f} s: {outcome.evidence}"
     if nodes_of_job.goes_on(folder, attempt.job_id()):
-        text = f"again: a spare takes the place of a node; {text}"
+        text = f"again: {text}"
     return Answer(asdict(outcome), text)
 
 
@@ -56,7 +56,7 @@ def nodes(
     """Print the nodes of the job that train next, as a SLURM node list; on stderr those that are
     left out, and why.
     """
-    test = node_test.tester(gpus, srun) if tests else None
+    test = node_test.tester(gpus if tests else None, srun)
     chosen, lines = nodes_of_job.start_nodes(folder, count, test)
     note(lines)
     print(chosen)

@@ -1,8 +1,8 @@
-"""Nodes of a job: which of them train, and what happens when one fails.
+"""Nodes of a job: which of them train, which are at fault when the training ends, and what follows.
 
-A failed node is recorded in the ledger, and the job uses it no more. The training starts again: on
-a spare node where the job has one, else once the job, requeued, has other nodes. The job itself
-probes its nodes, because SLURM notices a dead one only minutes later (SlurmdTimeout).
+A node that has left the run is recorded in the ledger, and the job uses it no more. What follows is
+decided by slurm.response alone. The job itself probes its nodes, because SLURM notices a dead one
+only minutes later (SlurmdTimeout).
 """
 
 import contextlib
@@ -20,10 +20,12 @@ from typing import Any
 
 from trilane.slurm import attempt, client
 from trilane.slurm.attempt import job_id
+from trilane.slurm.response import Response, decide, verdict_of
 from trilane.utils.files import append_line
 from trilane.utils.process import python, run
 from trilane.utils.validation import require
 from trilane.workspace import ledger, pace
+from trilane.workspace.heartbeat import read_reports
 from trilane.workspace.run import iteration
 from trilane.workspace.status import RunStatus, Status, write_status
 from trilane_diagnose.node_test import Findings, step
@@ -42,6 +44,8 @@ LOST_NODE = (
     Status.GPU_ERROR,
     Status.NETWORK,
     Status.KILLED,
+    Status.NAN_LOSS,
+    Status.PORT_IN_USE,
 )
 # the share of the median of a node that was slow in an earlier test: the ledger does not have it
 SLOW_SHARE = 0.5
@@ -112,7 +116,9 @@ def start_nodes(
     except ValueError as error:
         _failed(folder, job, str(error))
         with contextlib.suppress(ValueError):
-            requeue(job, len(nodes), list(found.broken))
+            blamed = [*lost, *found.broken]
+            response = decide("broken node", trained=(), left=nodes, blamed=blamed, env=env)
+            _carry_out(folder, job, response, str(error), len(nodes))
         raise
     ledger.note(folder, "nodes", job, chosen=chosen, left_out=left_out)
     lines = [f"NODES {note}" for note in found.notes]
@@ -144,73 +150,112 @@ def _failed(folder: Path, job: str, reason: str) -> None:
 def end(
     folder: Path, code: int, env: Mapping[str, str] = os.environ, test: Tester | None = None
 ) -> RunStatus:
-    """How the attempt ended; "node failure" where one of its nodes is the reason.
-
-    A spare takes its place (event "replaced"); else the job is requeued: SLURM itself requeues only
-    what still runs.
-    """
+    """How the attempt ended; where a node is the reason, or it starts again, also what is done."""
     outcome = attempt.end(folder, code, env)
-    job = job_id(env)
-    nodelist = env.get("SLURM_JOB_NODELIST", "")
-    if outcome.status is Status.STOPPED and f"by {pace.RESTART}" in outcome.evidence:
-        return _replace_slow(folder, job, nodelist, outcome)
-    if outcome.status in LOST_NODE:
+    is_slow = outcome.status is Status.STOPPED and f"by {pace.RESTART}" in outcome.evidence
+    if is_slow or outcome.status.has_failed:
         with contextlib.suppress(ValueError):  # without SLURM the outcome stays as it is
-            return _replace_failed(folder, job, nodelist, outcome, test)
+            return _respond(folder, outcome, env, test, is_slow)
     return outcome
 
 
-def _replace_failed(
-    folder: Path, job: str, nodelist: str, outcome: RunStatus, test: Tester | None
+def _respond(
+    folder: Path, outcome: RunStatus, env: Mapping[str, str], test: Tester | None, is_slow: bool
 ) -> RunStatus:
-    """Look for nodes that explain the end, by a probe, the log, or a test; ValueError where SLURM
-    does not answer.
-    """
-    every = client.hostnames(nodelist)
+    """Find the nodes at fault, decide, and carry it out."""
+    job = job_id(env)
+    every = client.hostnames(env.get("SLURM_JOB_NODELIST", ""))
     trained = training_nodes(folder, job)
     lost = lost_nodes(folder, job)
-    nodes = [node for node in every if node not in lost]
-    reported = []  # by an Xid in the log
-    faulty = dict.fromkeys(_dead(folder, job, nodes), "cannot be reached")
-    if not faulty:
-        reported = [node for node in nodes if node in outcome.exclude.split(",")]
-        faulty = dict.fromkeys(reported, f"is at fault ({outcome.status})")
-    # by a test, while there is a spare: a GPU that has failed leaves its node alive
-    if not faulty and test and len(nodes) > len(trained) > 0:
-        faulty = dict(test(nodes).broken)
-    _note_broken(folder, job, faulty)
-    if not set(faulty) & set(trained or nodes):
-        return outcome  # a spare may have died: no reason for the training to fail
-    reasons = "; ".join(f"{node} {why}" for node, why in faulty.items())
+    left = [node for node in every if node not in lost]
+    at = iteration(folder)
+    past = [event for event in _of_allocation(folder, job, "response") if event["iteration"] == at]
+    if is_slow:
+        verdict = "slow node"
+        faulty = dict.fromkeys(_of_hosts(left, pace.slowness(folder)[1]), "is slow")
+    else:
+        verdict, faulty = _at_fault(folder, job, left, trained, outcome, test)
+    is_proven = verdict != "hang"
+    if is_proven:
+        _note_broken(folder, job, faulty)
+    response = decide(
+        verdict,
+        trained=trained,
+        left=left,
+        blamed=faulty,
+        tried=[event["action"] for event in past],
+        may_requeue=_field(_shown(job), "Requeue") == "1",
+        env=env,
+    )
+    if response.action == "stop" and not response.nodes:
+        return outcome
+    if not is_proven:
+        _note_broken(folder, job, response.nodes)
+    why = "; ".join(f"{node} {reason}" for node, reason in faulty.items())
     outcome = replace(
         outcome,
-        status=outcome.status if reported else Status.NODE_FAILURE,
-        evidence=f"{reasons}; the log: {outcome.evidence}",
-        exclude=",".join(faulty),
+        status=Status.NODE_FAILURE if verdict == "dead node" else outcome.status,
+        evidence="; ".join(filter(None, [str(response), why, f"the log: {outcome.evidence}"])),
+        exclude=",".join(response.nodes),
     )
     write_status(folder, outcome)
-    if trained and len(nodes) - len(faulty) >= len(trained):
-        ledger.note(folder, "replaced", job, nodes=list(faulty), iteration=iteration(folder))
-    else:
-        with contextlib.suppress(ValueError):
-            requeue(job, len(every), list(faulty) if test or reported else [])
+    _carry_out(folder, job, response, outcome.evidence, len(every))
     return outcome
 
 
-def _replace_slow(folder: Path, job: str, nodelist: str, outcome: RunStatus) -> RunStatus:
-    """Have spares take the place of the nodes that made a run slow, which saved and stopped itself;
-    the last of them stay where spares have failed since.
+def _carry_out(folder: Path, job: str, response: Response, evidence: str, count: int) -> None:
+    """Record the response in the ledger and the log; where it is that, requeue the job for so many
+    nodes.
     """
-    named = {node.partition(".")[0] for node in pace.slowness(folder)[1]}
-    trained = training_nodes(folder, job)
-    lost = lost_nodes(folder, job)
-    slow = [node for node in trained if node.partition(".")[0] in named]
-    nodes = [node for node in client.hostnames(nodelist) if node not in lost]
-    replaced = slow[: max(len(nodes) - len(trained), 0)]
-    _note_broken(folder, job, replaced)
-    ledger.note(folder, "replaced", job, nodes=slow, iteration=iteration(folder))
-    evidence = f"slow with {', '.join(slow)}; {outcome.evidence}"
-    return replace(outcome, evidence=evidence, exclude=",".join(replaced))
+    facts = {"verdict": response.verdict, "action": response.action, "again": response.again}
+    facts |= {"nodes": response.nodes, "iteration": iteration(folder), "says": str(response)}
+    with contextlib.suppress(OSError):  # a full disk
+        ledger.note(folder, "response", job, **facts)
+        append_line(folder / "run.log", f"trilane: {evidence}")
+    if response.action == "requeue":
+        with contextlib.suppress(ValueError):
+            requeue(job, count, list(response.nodes))  # SLURM may not know yet that one is dead
+
+
+def _at_fault(
+    folder: Path,
+    job: str,
+    left: Sequence[str],
+    trained: Sequence[str],
+    outcome: RunStatus,
+    test: Tester | None,
+) -> tuple[str, dict[str, str]]:
+    """The verdict and, by a probe, the log, the stacks or a test, the nodes that explain the end,
+    each with the reason; of a hang the suspect's.
+    """
+    if outcome.status in LOST_NODE:
+        dead = dict.fromkeys(_dead(folder, job, left), "cannot be reached")
+        if set(dead) & set(trained or left):  # else a spare has died, which is no reason
+            return "dead node", dead
+        _note_broken(folder, job, dead)
+        named = _of_hosts(left, outcome.exclude.split(","))
+        reported = dict.fromkeys(named, f"is at fault ({outcome.status})")
+        if reported and outcome.status is Status.HANG:
+            return "frozen rank", reported
+        if reported:
+            return "broken node", reported
+        # a GPU that has failed leaves its node alive
+        if test and len(left) > len(trained) > 0:
+            broken = test(left).broken
+            if set(broken) & set(trained):
+                return "broken node", dict(broken)
+    suspects: list[str] = []
+    if outcome.status is Status.HANG:
+        for report in read_reports(folder):
+            if outcome.rank in [beat.rank for beat in report.ranks]:
+                suspects = _of_hosts(left, [report.host])
+    return verdict_of(outcome), dict.fromkeys(suspects, f"has rank {outcome.rank}, the suspect")
+
+
+def _of_hosts(nodes: Iterable[str], hosts: Iterable[str]) -> list[str]:
+    """The nodes of those host names, either of which may have a domain."""
+    names = {host.partition(".")[0] for host in hosts}
+    return [node for node in nodes if node.partition(".")[0] in names]
 
 
 def only_dead_are_left(
@@ -243,12 +288,10 @@ def only_dead_are_left(
     return False
 
 
-def goes_on(folder: Path, job: str) -> str:
-    """The nodes of the job that spares replace before its next start; "" where the job ends."""
-    events = [e for e in ledger.events(folder, "started", "ended", "replaced") if e["id"] == job]
-    if events and events[-1]["event"] == "replaced":
-        return ", ".join(events[-1]["nodes"])
-    return ""
+def goes_on(folder: Path, job: str) -> bool:
+    """Whether the training starts again inside the job."""
+    events = [e for e in ledger.events(folder, "started", "ended", "response") if e["id"] == job]
+    return bool(events) and events[-1].get("again") is True
 
 
 def _of_allocation(folder: Path, job: str, kind: str) -> list[dict[str, Any]]:

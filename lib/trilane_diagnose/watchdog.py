@@ -13,12 +13,13 @@ import platform
 import signal
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
 
 from trilane.config.plan import Plan, read_plan
 from trilane.launch.outcome import Hang
+from trilane.slurm.response import decide, saves
 from trilane.utils.files import json_lines, read_text, replace_text
 from trilane.utils.process import die_with
 from trilane.workspace import pace
@@ -30,13 +31,14 @@ from trilane.workspace.heartbeat import (
     remove_records,
     start_id,
 )
-from trilane.workspace.pace import LATE, RESTART
+from trilane.workspace.pace import RESTART
 from trilane.workspace.status import RunStatus, Status, known_status, write_status
 from trilane_diagnose.capture import OTHERS_S, capture, capture_here, hosts_in
 from trilane_diagnose.hang import diagnose_hang
 from trilane_diagnose.stragglers import slowest
 
 LOOK_S = 5.0  # between two looks at the shared disk for requests
+LOOK_AGAIN_S = 60.0  # between two looks for the place of a slowness that lasts
 
 
 class HangMonitor:
@@ -55,7 +57,7 @@ class HangMonitor:
         self.stall = Stall(folder, env, self._timeout_s)
         self._exited: dict[int, Heartbeat] = {}
         self._stacks_at_exit: Path | None = None  # dumped when the first rank exited
-        self._is_late = False
+        self._report_at = -math.inf
         self._slowness: Slowness | None = None
         if first == 0:
             self._slowness = Slowness(folder, plan, env)
@@ -97,10 +99,10 @@ class HangMonitor:
         """A line where the run has become slow since the last call, or fast again, by what check()
         saw; "" else.
         """
-        is_late = any(2 * beat.pace.late >= LATE for beat in self.stall.own.values())
-        if is_late and not self._is_late:
+        is_late = any(beat.pace.lost >= 0.5 for beat in self.stall.own.values())
+        if is_late and time.monotonic() >= self._report_at:
+            self._report_at = time.monotonic() + LOOK_AGAIN_S / 2
             self.report()  # the node of rank 0 compares the ranks of all
-        self._is_late = is_late
         if self._slowness:
             with contextlib.suppress(OSError, ValueError):  # a full disk
                 return self._slowness.news(self.stall.own, self._start)
@@ -126,6 +128,7 @@ class HangMonitor:
         """
         rank = None
         where = ""
+        exclude = ""
         others: list[NodeReport] = []
         answered: set[str] = set()
         try:
@@ -141,13 +144,20 @@ class HangMonitor:
             verdict = diagnose_hang(stacks)
             explanation = verdict.paragraph
             rank = verdict.first
+            if verdict.exclude:  # shown, not only suspected
+                exclude = ",".join(verdict.nodes)
         except (ValueError, OSError) as error:  # a full disk
             explanation = f"no verdict: {error}"
         cause = self.stall.cause(self._plan.topology.gpus, others, answered)
         evidence = f"{cause}. {explanation}"[:2000] + where
         seconds = round(time.monotonic() - self._begin, 3)
         return RunStatus(
-            status=Status.HANG, evidence=evidence, rank=rank, exit_code=1, seconds=seconds
+            status=Status.HANG,
+            evidence=evidence,
+            rank=rank,
+            exit_code=1,
+            seconds=seconds,
+            exclude=exclude,
         )
 
     def corrected(self, outcome: RunStatus, failed: set[int]) -> RunStatus:
@@ -171,16 +181,16 @@ class HangMonitor:
 
 
 class Slowness:
-    """Notices, once each, that the run of `plan` in `folder` has become slow, for ten iterations
-    relative to its own pace, and that it is no longer.
+    """Notices that the run of `plan` in `folder` has become slow: it has lost what a restart costs.
+    It looks again while that lasts, and notices that it is over.
     """
 
     def __init__(self, folder: Path, plan: Plan, env: Mapping[str, str]) -> None:
         self._folder = folder
         self._plan = plan
         self._env = env
-        self._is_slow = False
-        self._seen = 0
+        self._said = ""  # the place that the last line named
+        self._look_at = -math.inf
         self._cancel()  # of an attempt that ended before it saw it
 
     def news(self, own: Mapping[int, Heartbeat], start: str) -> str:
@@ -189,19 +199,14 @@ class Slowness:
         """
         if 0 not in own:
             return ""
-        # all ranks are late in the same iterations; the count of one may begin again, where other
-        # work disturbs it
-        usual = sorted(own.values(), key=lambda beat: beat.pace.late)[len(own) // 2]
-        late = usual.pace.late
-        if late == self._seen:
-            return ""
-        self._seen = late
-        if self._is_slow and not late:
-            self._is_slow = False
+        # all ranks are late in the same iterations; one may be out of step
+        usual = sorted(own.values(), key=lambda beat: beat.pace.lost)[len(own) // 2]
+        if self._said and not usual.pace.lost:
+            self._said = ""
             self._cancel()
             pace.note(self._folder, usual.step, "")
             return f"as fast as usual again, since iteration {usual.step}"
-        if self._is_slow or late < LATE:
+        if usual.pace.lost < 1 or time.monotonic() < self._look_at:
             return ""
         return self._place(usual, own, start)
 
@@ -211,7 +216,7 @@ class Slowness:
             (self._folder / "save").unlink(missing_ok=True)
 
     def _place(self, usual: Heartbeat, own: Mapping[int, Heartbeat], start: str) -> str:
-        """The line that names the place, recorded; "" while it is not known."""
+        """The line that names the place, recorded; "" while it is not known, or the last one."""
         beats: dict[int, Heartbeat] = {}
         for report in read_reports(self._folder):
             if report.start == start:
@@ -222,29 +227,41 @@ class Slowness:
         for rank, beat in beats.items():
             if beat.pace.late and rank < world:
                 paces[rank] = beat.pace
-        # every node reports when it is half as late; one that did not, two iterations later, is
-        # left out
-        if len(paces) < world and usual.pace.late < LATE + 2:
+        # every node reports at half of it; one that did not, a tenth later, is left out
+        if len(paces) < world and usual.pace.lost < 1.1:
             return ""
+        self._look_at = time.monotonic() + LOOK_AGAIN_S
         hosts = {rank: beat.host for rank, beat in beats.items()}
         words, ranks = slowest(hosts, paces)
-        is_one_machine = len({*hosts.values()}) == 1
+        every = {*hosts.values()}
+        is_one_machine = len(every) == 1
         if is_one_machine and not ranks and not words.startswith("the shared disk"):
             return ""  # a machine's other work slows all ranks; the nodes of a job do no other
-        self._is_slow = True
+        nodes = {hosts[rank] for rank in ranks}
+        if is_one_machine or nodes == every:
+            nodes = set()
+        place = ",".join(sorted(nodes)) or words.partition(",")[0]
+        if place == self._said:
+            return ""
+        self._said = place
         since = max(1, usual.step - usual.pace.late)
         takes = f"{usual.pace.now_s:.3g} s an iteration, usually {usual.pace.usual_s:.3g} s"
         line = f"SLOW since iteration {since}: {words}; {takes}"
-        nodes: tuple[str, ...] = ()
-        if not is_one_machine:
-            nodes = tuple(sorted({hosts[rank] for rank in ranks}))
-        if nodes and len(nodes) <= self._spares():
-            replace_text(self._folder / "save", RESTART)
-            line += "; at its next save it starts again on a spare"
-        elif nodes:
-            line += f"; no spare is left: submit it again with --exclude={','.join(nodes)}"
-        pace.note(self._folder, usual.step, line, nodes)
+        if nodes:
+            line += self._response(nodes, every)
+        pace.note(self._folder, usual.step, line, tuple(sorted(nodes)))
         return line
+
+    def _response(self, nodes: Collection[str], every: Collection[str]) -> str:
+        """What is done about slow nodes, which is begun."""
+        spares = [f"spare {number}" for number in range(self._spares())]
+        response = decide(
+            "slow node", trained=every, left=[*every, *spares], blamed=nodes, env=self._env
+        )
+        if response.action in ("spare", "requeue") and saves("slow node"):
+            replace_text(self._folder / "save", RESTART)
+            return f"; it saves now; {response}"
+        return f"; no spare is left: submit it again with --exclude={','.join(sorted(nodes))}"
 
     def _spares(self) -> int:
         """Nodes of the job that neither train nor are left out, by its environment and the ledger's

@@ -5,6 +5,7 @@ import gc
 import math
 import time
 from collections.abc import Callable
+from datetime import datetime
 from pathlib import Path
 from typing import NamedTuple
 
@@ -14,12 +15,12 @@ import torch.distributed as dist
 from trilane.config.batch_rampup import Batch
 from trilane.config.plan import Plan
 from trilane.config.training import Run
-from trilane.utils.files import read_text
-from trilane.workspace.checkpoints import FOLDER, name_of
+from trilane.utils.files import free_bytes, read_text
+from trilane.workspace.checkpoints import FOLDER, checkpoint_bytes, name_of
 from trilane.workspace.continuation import since
 from trilane.workspace.heartbeat import SAVE
 from trilane.workspace.pace import RESTART
-from trilane.workspace.run import NOT_FINITE, NOT_SAVED, cut_steps
+from trilane.workspace.run import NOT_FINITE, NOT_SAVED, cut_steps, room
 from trilane.workspace.status import RunStatus, Status, write_status
 from trilane_engine import heartbeat
 from trilane_engine.backends.base import build
@@ -35,6 +36,7 @@ from trilane_engine.world import World
 GARBAGE_INTERVAL = 10  # iterations; of what is made after the first one a collection takes 0.2 ms
 # The signals of one request reach all ranks, and a rank's child and parent, within so long.
 ONE_SIGNAL_S = 10.0
+RETRY_S = 60.0  # between two looks at a disk that was full
 
 
 class StopRequest(NamedTuple):
@@ -49,8 +51,8 @@ class StopRequests:
     """Requests to save or to stop, agreed on by all ranks: signals that reached any rank, and rank
     0's clock and files.
 
-    The file `save` is removed once seen; where the watchdog wrote RESTART into it, at the run's
-    next save, which ends it. `stop` stays, so that a chain of jobs does not continue.
+    The file `save` is removed once seen; where the watchdog wrote RESTART into it, the run ends
+    with that save. `stop` stays, so that a chain of jobs does not continue.
     """
 
     # In ascending priority; every stop also saves.
@@ -74,27 +76,32 @@ class StopRequests:
         if run.exit_duration_minutes:
             self._end = begin + 60 * run.exit_duration_minutes
         self._agreed_s = -math.inf
+        self._missing = 0
+        self._retry_s = 0.0
 
-    def now(
-        self, begun: bool = True, writing: bool = False, due: bool = True
-    ) -> tuple[StopRequest, bool]:
+    def now(self, begun: bool = True, writing: bool = False) -> tuple[StopRequest, bool]:
         """The highest request of any rank, and whether any is `writing`, the same on all: one
         all-reduce.
 
-        `due`: a checkpoint is saved now, or none is saved at intervals. Before the first iteration
-        (not `begun`) only SIGTERM and the file `stop` count, not the clock.
+        Before the first iteration (not `begun`) only SIGTERM and the file `stop` count, not the
+        clock.
         """
-        highest = torch.tensor([self.pending(begun, due), int(writing)], device=self._world.device)
+        highest = torch.tensor([self.pending(begun), int(writing)], device=self._world.device)
         dist.all_reduce(highest, op=dist.ReduceOp.MAX)
         number, some_write = highest.tolist()
         if self.requests[number].save:
             self._agreed_s = time.monotonic()
         return self.requests[number], bool(some_write)
 
-    def pending(self, begun: bool = True, due: bool = True) -> int:
+    def retry(self, size: int) -> None:
+        """Save again once the disk has room for so many bytes; looked at once a minute."""
+        self._missing = size
+        self._retry_s = time.monotonic() + RETRY_S
+
+    def pending(self, begun: bool = True) -> int:
         """The number of the highest request on this rank; the file `save` is removed."""
         is_first = self._world.is_first
-        asked = self._saves_asked(due) if begun and is_first else 0
+        asked = self._saves_asked() if begun and is_first else 0
         if self._signals.stop:
             return 6
         if is_first and (self._folder / "stop").exists():
@@ -106,14 +113,18 @@ class StopRequests:
             return max(asked, 1)
         return asked
 
-    def _saves_asked(self, due: bool) -> int:
-        """The number of the request by the file `save`."""
+    def _saves_asked(self) -> int:
+        """The number of the request by the file `save`, or by a save that the disk had no room
+        for.
+        """
+        if self._missing and time.monotonic() > self._retry_s:
+            self._retry_s = time.monotonic() + RETRY_S
+            if free_bytes(self._folder) > self._missing:
+                return 2
         save = self._folder / "save"
         if not save.exists():
             return 0
         restarts = read_text(save, 100) == RESTART
-        if restarts and not due:
-            return 0
         save.unlink(missing_ok=True)
         return 3 if restarts else 2
 
@@ -138,6 +149,7 @@ class Training:
         self._loader = SampleLoader(plan, world, self._engine.replica)
         self._done = 0
         self._saved = ""
+        self._unsaved = ""
         self._not_finite = ""
         if checkpoint:
             load(checkpoint, plan, world, self._engine)
@@ -173,8 +185,7 @@ class Training:
             if evaluates:
                 self._evaluate(batch, log)
             at_interval = bool(run.save_interval) and batch.number % run.save_interval == 0
-            due = at_interval or not run.save_interval
-            request, writing = self._requests.now(writing=self._saver.writing, due=due)
+            request, writing = self._requests.now(writing=self._saver.writing)
             saves = at_interval or request.save or (batch.number == run.goal and run.saves_at_end)
             if self._save(batch, saves, writing) or evaluates:
                 begin = time.perf_counter()  # what was done since is counted in no iteration
@@ -238,9 +249,15 @@ class Training:
             return
         problem = ""
         if saved.problem:
+            self._unsaved = self._unsaved or f"{datetime.now():%Y-%m-%d %H:%M:%S}"
+            needed = checkpoint_bytes(self._plan.shape)
+            self._requests.retry(needed)
             problem = f"CHECKPOINT NOT SAVED: {saved}; the newest is {self._saved or 'none'}"
+            problem += f"; since {self._unsaved}; {room(self._folder, needed)}"
         else:
             self._saved = saved.name
+            self._unsaved = ""
+            self._requests.retry(0)
         self._print(problem or str(saved))
         if self._world.is_first:
             with contextlib.suppress(OSError):  # where the disk is full only run.log has it

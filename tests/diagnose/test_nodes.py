@@ -128,6 +128,8 @@ def test_one_step_tests_all_nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         path.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     monkeypatch.setattr(node_test, "GRACE_S", 1.0)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "plan.json").touch()
     found = node_test.tester(0, [])([f"n{i}" for i in (1, 2, 3, 4, 5, 9)])
     assert found.broken == {
         "n2": "the test fails: no GPU (exit code 3)",

@@ -27,7 +27,7 @@ from trilane.workspace.heartbeat import (
     place,
     start_id,
 )
-from trilane.workspace.pace import LATE, RESTART, Pace, slowness
+from trilane.workspace.pace import RESTART, Pace, PaceMeter, slowness
 from trilane.workspace.status import known_status
 from trilane_diagnose import capture
 from trilane_diagnose.evidence import read_folder
@@ -57,14 +57,15 @@ def test_a_real_training_that_hangs_is_dumped_judged_and_ended(
     assert 2 in diagnose_hang(folder).suspects
 
 
-def paced(late: int) -> dict[int, Heartbeat]:
-    """Four ranks that take 1 s on two hosts of two, of which rank 3 works 3 s longer; late so many
-    times.
+def paced(lost: float) -> dict[int, Heartbeat]:
+    """Four ranks that take 1 s on two hosts of two, of which rank 3 works 3 s longer; so much of a
+    restart is lost.
     """
     beats = {}
     for rank in range(4):
         excess = (0.0, 3.0 * (rank == 3), 0.0, 0.0)
-        own = Pace(late=late, usual_s=1.0, now_s=4.0, excess_s=excess)
+        late = 20 if lost else 0
+        own = Pace(late=late, lost=lost, usual_s=1.0, now_s=4.0, excess_s=excess)
         beats[rank] = Heartbeat(
             rank=rank, host="ab"[rank // 2], pace=own, step=30, phase="x", time=1.0, pid=7
         )
@@ -72,13 +73,13 @@ def paced(late: int) -> dict[int, Heartbeat]:
 
 
 @pytest.mark.parametrize(
-    ("spares", "advice"), [(1, "it starts again on a spare"), (0, "with --exclude=b")]
+    ("spares", "advice"), [(1, "it saves now; slow node: again on spare"), (0, "with --exclude=b")]
 )
 def test_a_slow_node_is_named_once_all_report_it_and_left_for_a_spare(
     spares: int, advice: str, tmp_path: Path
 ) -> None:
-    """Ten iterations late on all nodes, or twelve on that of rank 0; once, until the run is as fast
-    as before.
+    """Once all nodes say that a restart would have cost less, or that of rank 0 a tenth later;
+    again only for another place, until the run is as fast as before.
     """
     plan = small_plan(dp=4, gbs=8)
     plan = replace(plan, cluster=replace(plan.cluster, gpus_per_node=2, max_nodes=2))
@@ -89,24 +90,50 @@ def test_a_slow_node_is_named_once_all_report_it_and_left_for_a_spare(
     slow = Slowness(tmp_path, plan, {"SLURM_JOB_NUM_NODES": str(3 + spares)})
     assert not (tmp_path / "save").exists(), "of an attempt that ended before"
 
-    def news(late: int) -> str:
-        beats = paced(late)
+    def news(lost: float) -> str:
+        beats = paced(lost)
         return slow.news({rank: beats[rank] for rank in (0, 1)}, "77.0")
 
-    def report(late: int) -> None:
-        ranks = (paced(late)[2], paced(late)[3])
+    def report(lost: float) -> None:
+        ranks = (paced(lost)[2], paced(lost)[3])
         NodeReport(first=2, host="b", start="77.0", ranks=ranks).write(tmp_path)
 
-    for late in (0, LATE - 1, LATE, LATE + 1, 0):
-        assert news(late) == "", "the other node has not reported"
-    report(LATE)
-    line = news(LATE + 1)
-    assert line.startswith(f"SLOW since iteration {29 - LATE}: ranks 3 on b, forward-compute takes")
+    for lost in (0, 0.9, 1.0, 1.05, 0):
+        assert news(lost) == "", "the other node has not reported"
+    report(1.0)
+    line = news(1.05)
+    assert line.startswith("SLOW since iteration 10: ranks 3 on b, forward-compute takes")
     assert advice in line
     assert slowness(tmp_path) == (line, ("b",)) and (tmp_path / "save").exists() is bool(spares)
-    assert news(LATE + 2) == ""
+    assert news(1.2) == ""
     assert news(0) == "as fast as usual again, since iteration 30"
     assert slowness(tmp_path) == ("", ()) and not (tmp_path / "save").exists()
+
+
+@pytest.mark.parametrize(("usual_s", "burst"), [(0.03, 8.0), (3.0, 1.7)])
+def test_a_run_is_slow_once_a_restart_would_have_cost_less_not_by_bursts_of_other_work(
+    usual_s: float, burst: float
+) -> None:
+    """By seconds, whatever an iteration takes, and not forgotten for some quick iterations."""
+    meter = PaceMeter()
+
+    def trained(seconds: float, factor: float = 1.0) -> float:
+        """What is lost after so many seconds of iterations that take so many times as long."""
+        lost = 0.0
+        for number in range(max(1, round(seconds / usual_s / factor))):
+            lost = meter.add(8, usual_s * factor * (1 + 0.01 * (number % 3)), {}).lost
+        return lost
+
+    trained(60.0)
+    for _ in range(10):
+        assert trained(2.0, factor=burst) < 0.1
+        assert trained(18.0) < 0.1
+    passed = 0
+    while trained(10.0, factor=8.0) < 1:
+        trained(0.1)
+        passed += 10
+    assert passed < 60
+    assert trained(1.0) > 0.9 and trained(600.0) == 0
 
 
 STUCK = """

@@ -66,6 +66,12 @@ def trained(folder: Path, job: str, word: str = "crashed") -> None:
     ledger.note(folder, "ended", job, status=word, evidence=f"by {job}")
 
 
+def spared(folder: Path, job: str, verdict: str = "dead node") -> None:
+    """A spare takes the place of n2."""
+    facts = {"verdict": verdict, "action": "spare", "again": True, "nodes": ["n2"]}
+    ledger.note(folder, "response", job, **facts, iteration=0, says="")
+
+
 def at(folder: Path, iteration: int) -> None:
     lines = [f'{{"iteration": {number + 1}}}\n' for number in range(iteration)]
     (folder / "steps.jsonl").write_text("".join(lines))
@@ -118,7 +124,7 @@ def test_a_third_failure_at_one_iteration_is_the_last_until_the_run_is_submitted
     ledger.note(folder, "submitted", "80", site="test")
     for _ in range(3):  # starts that a spare repeats are no failures of the run
         trained(folder, "80")
-        ledger.note(folder, "replaced", "80", nodes=["n2"], iteration=0)
+        spared(folder, "80")
     assert attempt.blocked(Run(folder)) == ""
 
 
@@ -168,7 +174,7 @@ def test_a_folder_in_which_another_job_trains_is_left_alone(
     slurm["78"] = "RUNNING"
     assert attempt.begin(folder, {"SLURM_JOB_ID": "79"}) == BEGINNING, "it has recorded its end"
     ledger.note(folder, "ended", "79", status="crashed", evidence="")
-    ledger.note(folder, "replaced", "78", nodes=["n2"], iteration=0)
+    spared(folder, "78")
     assert attempt.begin(folder, {"SLURM_JOB_ID": "79"}) == "stop: job 78 trains here"
 
 
@@ -223,7 +229,7 @@ XID = "n2: [18.4] NVRM: Xid (PCI:0000:1b:00): 79, pid=8, GPU has fallen off the 
         (["n2"], {}, 1, "", "node failure", "n2", None),
         (["n3"], {}, 1, "", "crashed", "", None),  # the spare: no reason for the training to fail
         (["n2"], {}, 0, "", "node failure", "", ["n2"]),
-        ([], {"n2": "has no GPU"}, 1, "", "node failure", "n2", None),
+        ([], {"n2": "has no GPU"}, 1, "", "crashed", "n2", None),
         # the node of an Xid still answers; the errors of the other ranks are no reason
         ([], {}, 1, XID, "GPU error", "n2", None),
     ],
@@ -242,7 +248,7 @@ def test_a_spare_takes_the_place_of_a_node_that_is_dead_or_broken(
 ) -> None:
     every, requeued = ["n1", "n2", "n3"][: 2 + spares], list[list[str]]()
     monkeypatch.setattr(client, "hostnames", lambda _: list(every))
-    monkeypatch.setattr(client, "call", lambda *_, **__: " NodeList=n Requeue=0")
+    monkeypatch.setattr(client, "call", lambda *_, **__: " NodeList=n Requeue=1")
     monkeypatch.setattr(nodes, "unreachable", lambda _: dead)
     monkeypatch.setattr(nodes, "requeue", lambda job, count, without: requeued.append(without))
     start(folder, "78")
@@ -251,13 +257,14 @@ def test_a_spare_takes_the_place_of_a_node_that_is_dead_or_broken(
         error = "[rank1]: torch.distributed.DistBackendError: NCCL error"
         (folder / "run.log").write_text(f"START a\n{error}\n{log}\n")
     outcome = nodes.end(folder, 1, ME, test=lambda _: Findings(broken=broken))
-    assert (outcome.status, nodes.goes_on(folder, "78")) == (word, replaced)
+    assert (outcome.status, nodes.goes_on(folder, "78")) == (word, bool(replaced))
+    assert outcome.exclude == (replaced or ",".join(without or ()))
     assert requeued == ([] if without is None else [without]) and known_status(folder) == outcome
     lost = [*dead, *(broken if replaced else ()), *(["n2"] if log else ())]
     assert nodes.lost_nodes(folder, "78") == lost
     ledger.note(folder, "started", "78", nodes="n", iteration=0, restarts=1)
     assert nodes.lost_nodes(folder, "78") == [], "requeued, it has other nodes"
-    assert nodes.goes_on(folder, "78") == ""
+    assert not nodes.goes_on(folder, "78")
 
 
 def test_a_spare_takes_over_from_a_node_that_makes_a_run_slow_without_another_test(
@@ -273,7 +280,7 @@ def test_a_spare_takes_over_from_a_node_that_makes_a_run_slow_without_another_te
     pace.note(folder, 20, "SLOW since iteration 10: n2", ("n2.site.org",))
     write_status(folder, status("stopped", f"stopped at iteration 25 by {pace.RESTART}, saved", 0))
     outcome = nodes.end(folder, 0, ME)
-    assert outcome.exclude == nodes.goes_on(folder, "78") == "n2"
+    assert outcome.exclude == "n2" and nodes.goes_on(folder, "78")
     assert nodes.lost_nodes(folder, "78") == ["n2"]
     nodes.start_nodes(folder, 2, lambda _: pytest.fail("tested"), {"SLURM_JOB_ID": "78"})
     assert nodes.training_nodes(folder, "78") == ["n1", "n3"]

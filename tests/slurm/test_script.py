@@ -109,6 +109,7 @@ srun*)
 scontrol*) echo n1; sleep "${PAUSE_S:-0}"; echo n2 ;;
 *'job nodes .'*) echo 'n[1-2]' ;;
 *'job begin .') echo "${BEGIN:-go: from the beginning}" ;;
+*utils.append*) cat ;;
 *engine.torchrun*) env >"$CALLS.env"; exit "${CODE:-0}" ;;
 esac
 """
@@ -168,8 +169,8 @@ class Play:
         """What was called, with its arguments; of srun only its own options."""
         calls = [shlex.split(line) for line in self.log.read_text().splitlines()]
         calls = [
-            call for call in calls if "guard" not in call
-        ]  # which runs besides, sooner or later
+            call for call in calls if not {"guard", "trilane.utils.append"} & {*call}
+        ]  # which run besides, sooner or later
         own = [
             itertools.takewhile(lambda word: word not in ("bash", "python"), call[1:])
             for call in calls

@@ -13,6 +13,7 @@ from pathlib import Path
 from trilane.launch.outcome import last_log
 from trilane.slurm import client, copies
 from trilane.slurm.copies import USED_BY as CODE
+from trilane.utils.files import read_text
 from trilane.utils.folder_lock import FolderLock
 from trilane.utils.tables import one_line
 from trilane.workspace.checkpoints import name_of
@@ -30,8 +31,14 @@ REASONS = {
     "CANCELLED": Status.CANCELLED,
     "PREEMPTED": Status.PREEMPTED,
 }
+# why SLURM started no task, or not where it should; not that one has failed
+SLURM_SAYS = re.compile(
+    r"^(?:srun|slurmstepd): error: (?!.*(?:task|Exited|Terminat|Killed|STEP \d))(.+)", re.M
+)
 # another would waste as much again
 ATTEMPTS = 3
+# verdicts of data/responses.json that a node alone explains
+PROVEN = ("dead node", "broken node", "slow node")
 
 
 def job_id(env: Mapping[str, str] = os.environ) -> str:
@@ -77,7 +84,9 @@ def end(folder: Path, code: int, env: Mapping[str, str] = os.environ) -> RunStat
     run = Run(folder)
     job = job_id(env)
     if code:
-        reason = f"exit code {code} after iteration {run.iteration}; the log gives no reason"
+        reason = f"exit code {code} after iteration {run.iteration}"
+        said = SLURM_SAYS.findall(read_text(folder / "run.log", 1 << 16).rpartition("\nSTART ")[2])
+        reason += f"; SLURM: {said[-1][:300]}" if said else "; the log gives no reason"
         otherwise = status_of(Status.CRASHED, reason)
     else:
         status = Status.COMPLETED if finished(run) else Status.STOPPED
@@ -186,13 +195,13 @@ def blocked(run: Run) -> str:
         return f"the stop switch is set; remove {stop} to resume"
     # the iterations at which attempts began
     starts: list[int] = []
-    for event in run.events("submitted", "started", "replaced"):
+    for event in run.events("submitted", "started", "response"):
         if event["event"] == "submitted" and event.get("site"):  # "": by hand, or by a job
             starts = []
         elif event["event"] == "started":
             starts.append(event["iteration"])
-        elif event["event"] == "replaced":
-            # a job has only so many spares, and the run was not the reason
+        elif event["event"] == "response" and event["verdict"] in PROVEN:
+            # a job has only so many nodes, and the run was not the reason
             starts = starts[:-1]
     if starts[-ATTEMPTS:] != [run.iteration] * ATTEMPTS:
         return ""

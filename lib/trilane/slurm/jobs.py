@@ -7,6 +7,7 @@ import functools
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +17,13 @@ from trilane.slurm.attempt import status_of
 from trilane.slurm.client import FORGOTTEN, JobState
 from trilane.slurm.script import SCRIPT, render
 from trilane.slurm.sites import JobRequest, Site
-from trilane.utils.files import read_text
+from trilane.utils.files import free_bytes, read_text
 from trilane.utils.folder_lock import FolderLock
 from trilane.utils.tables import DataFrame, Table, as_json, middle
 from trilane.utils.validation import require
 from trilane.workspace import pace
-from trilane.workspace.run import NOT_FINITE, NOT_SAVED, Run, alarm, write_text
+from trilane.workspace.checkpoints import checkpoint_bytes
+from trilane.workspace.run import NOT_FINITE, NOT_SAVED, Run, alarm, room, write_text
 from trilane.workspace.status import RunStatus, Status, verdict
 
 # for the lock of a folder, which a submission holds for a second or two
@@ -309,6 +311,7 @@ def _verdict(run: Run, job: JobState) -> RunStatus:
     if not job.has_ended:
         slow, nodes = pace.slowness(run.folder)
         alarms = [alarm(run.folder, NOT_FINITE), alarm(run.folder, NOT_SAVED), slow]
+        alarms += [_full_disk(run), _response(run, job.id)]
         evidence = "; ".join(filter(None, alarms)) or "".join(_tail(run.folder / "run.log", 1))
         return replace(status_of(Status.RUNNING, evidence), exclude=",".join(nodes))
     # the files in the folder are of the last job that started, ended or was refused there
@@ -324,6 +327,27 @@ def _verdict(run: Run, job: JobState) -> RunStatus:
         log = last_log(run.folder)
     otherwise = _unexplained(run, job)
     return verdict(code=None, written=written, scheduler=scheduler, log=log, otherwise=otherwise)
+
+
+def _full_disk(run: Run) -> str:
+    """That the run's disk has no room for its next save, and since when its log stands still; ""
+    where it has.
+    """
+    with contextlib.suppress(ValueError, OSError):
+        needed = checkpoint_bytes(run.plan.shape)
+        if run.plan.run.save_interval and free_bytes(run.folder) < needed:
+            since = datetime.fromtimestamp((run.folder / "run.log").stat().st_mtime)
+            text = room(run.folder, needed)
+            return f"DISK FULL: {text}; last line of the log {since:%Y-%m-%d %H:%M:%S}"
+    return ""
+
+
+def _response(run: Run, job: str) -> str:
+    """Why the job has started again, until the run is beyond that iteration; "" else."""
+    for event in reversed(run.events("response")):
+        if event["id"] == job and event["iteration"] >= run.iteration:
+            return str(event.get("says"))
+    return ""
 
 
 def _unexplained(run: Run, job: JobState) -> RunStatus:

@@ -10,6 +10,7 @@ from typing import Any
 
 from trilane.config import cluster as hardware
 from trilane.config.options import check, option
+from trilane.slurm.response import require_responses
 from trilane.utils.tables import Record
 from trilane.utils.validation import (
     DATA,
@@ -118,6 +119,9 @@ class Site:
         "", "an absolute path, or an address such as `docker://...`", form="image"
     )
     container_mounts: tuple[str, ...] = option((), "folders that the container sees", form="mount")
+    responses: dict[str, tuple[str, ...]] = option(
+        dict, 'what follows a verdict of data/responses.json, in order: `{"hang": ["stop"]}`'
+    )
     sources: dict[str, str] = option(dict, "where each value comes from")
 
     def __post_init__(self) -> None:
@@ -131,6 +135,7 @@ class Site:
             require_known("site.cluster", self.cluster, hardware.catalogue())
         self._require_no_secrets()
         self._require_words()
+        require_responses("site.responses", self.responses)
         image = self.container_image
         rule = "and container_image need each other"
         require(bool(self.container) == bool(image), "site.container", self.container, rule)

@@ -128,6 +128,14 @@ def patient_text(handle: int) -> io.TextIOWrapper:
     )
 
 
+def free_bytes(folder: Path) -> int:
+    """Bytes that are free on the folder's disk, quotas left out; 0 while it does not answer."""
+    try:
+        return shutil.disk_usage(folder).free
+    except OSError:
+        return 0
+
+
 def replace_text(path: Path, text: str) -> Path:
     """Replace `path` by a file that holds `text`: nobody sees half of it, also after a crash.
 

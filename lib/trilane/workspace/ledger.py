@@ -21,7 +21,7 @@ FIELDS: dict[str, dict[str, type]] = {
     "node failure": {"nodes": list},
     "unreachable": {"nodes": list},
     "nodes": {"chosen": list, "left_out": dict},
-    "replaced": {"nodes": list, "iteration": int},
+    "response": {"verdict": str, "action": str, "again": bool, "nodes": list, "iteration": int},
 }
 
 

@@ -6,6 +6,7 @@ sees that by itself.
 """
 
 import json
+import time
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -18,20 +19,23 @@ from trilane.utils.tables import one_line
 
 # the phases of a rank's own work
 OWN = ("batch-generator", "forward-compute", "backward-compute", "optimizer")
-LATE = 10  # how many iterations in a row must be late before a run counts as slow
-LUCK = 2  # iterations in time among late ones: what holds a rank up may miss some
+LATE = 10  # iterations of which a rank knows its usual pace
+CALM = 0.25  # of the time that a run is in time makes up for what it has lost
+LEAST_RESTART_S = 30.0  # to find the nodes, start their processes and load a checkpoint
 # the content of the file `save` that also ends a run; what such a run is stopped by
 RESTART = "a slow node"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Pace:
-    """Seconds of an iteration, by their median (`usual_s`) and in the last `late` ones
-    (`now_s`, their mean); what each phase of OWN takes longer. `usual_s` is 0 until there is a
-    median.
+    """Seconds of an iteration, by their median (`usual_s`) and in the last late ones (`now_s`,
+    their mean); what each phase of OWN takes longer. `usual_s` is 0 until there is a median.
+
+    `lost`: what late iterations have cost, in restarts of this run; since `late` iterations.
     """
 
     late: int = 0
+    lost: float = 0.0
     usual_s: float = 0.0
     now_s: float = 0.0
     excess_s: tuple[float, ...] = (0.0,) * len(OWN)
@@ -47,14 +51,20 @@ class PaceMeter:
         self._usual = deque[np.ndarray](maxlen=100)
         self._late = deque[np.ndarray](maxlen=LATE)
         self._late_count = 0
-        self._in_time = 0  # iterations in a row
+        self._lost_s = 0.0
+        self._begin = time.monotonic()
+        self._restart_s = 0.0
 
     def add(self, samples: int, seconds: float, phases: Mapping[str, float]) -> Pace:
         """Add an iteration with this rank's seconds by phase; the pace with it.
 
-        It is late above five robust standard deviations more than the median, at least a tenth:
-        less costs in an hour only the minutes of a restart.
+        It is late above five robust standard deviations more than the median, at least a tenth.
+        What late iterations lose is summed up, and what is in time pays CALM of itself back, as in
+        Page's cumulative sum (Biometrika 41, 1954): a run is slow once a restart would have cost
+        less, so that it loses at most twice what it must.
         """
+        if not self._restart_s:
+            self._restart_s = max(LEAST_RESTART_S, time.monotonic() - self._begin)
         row = np.array([seconds, *(phases.get(name, 0.0) for name in OWN)]) / samples
         if len(self._usual) < LATE:
             self._usual.append(row)
@@ -64,12 +74,14 @@ class PaceMeter:
         deviation = 1.4826 * np.median(abs(rows[:, 0] - usual[0]))
         if row[0] > usual[0] + max(5.0 * deviation, 0.1 * usual[0]):
             self._late.append(row)
-            self._late_count += 1
-            self._in_time = 0
+            lost_s = self._lost_s + samples * float(row[0] - usual[0])
         else:
             self._usual.append(row)
-            self._in_time += 1
-        if self._in_time > LUCK:
+            lost_s = self._lost_s - CALM * seconds
+        # no more than that: after days of it, as many would have to pass until it is over
+        self._lost_s = min(max(lost_s, 0.0), 2 * self._restart_s)
+        self._late_count += 1
+        if not self._lost_s:
             self._late.clear()
             self._late_count = 0
         now = np.mean(self._late, axis=0) if self._late else usual
@@ -78,6 +90,7 @@ class PaceMeter:
         excess = [after - before for before, after in zip(usual_phases, now_phases, strict=True)]
         return Pace(
             late=self._late_count,
+            lost=round(self._lost_s / self._restart_s, 3),
             usual_s=usual_s,
             now_s=now_s,
             excess_s=tuple(excess),

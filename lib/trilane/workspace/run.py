@@ -10,7 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from trilane.config.plan import Plan, plan_from_json, read_plan_values
-from trilane.utils.files import json_object, numbered, read_text, replace_text, set_aside
+from trilane.utils.files import (
+    free_bytes,
+    json_object,
+    numbered,
+    read_text,
+    replace_text,
+    set_aside,
+)
 from trilane.utils.tables import one_line
 from trilane.workspace import ledger
 from trilane.workspace.checkpoints import FOLDER, latest
@@ -87,14 +94,12 @@ class Run:
         return list(dict.fromkeys(event["id"] for event in self.events(kind)))
 
     def unended(self) -> list[Event]:
-        """The starts ("started", "replaced": with a spare) of jobs that have recorded
-        no end since.
-        """
+        """The starts of jobs that have recorded no end since, or that go on after it."""
         starts: list[Event] = []
-        for event in self.events("started", "ended", "replaced"):
+        for event in self.events("started", "ended", "response"):
             if event["event"] == "ended":
                 starts = [start for start in starts if start["id"] != event["id"]]
-            else:
+            elif event["event"] == "started" or event["again"]:
                 starts.append(event)
         return starts
 
@@ -108,6 +113,11 @@ def alarm(folder: Path, name: str) -> str:
     wrong.
     """
     return one_line(read_text(folder / name, 2000))
+
+
+def room(folder: Path, needed: int) -> str:
+    """What is free on the disk of a run, and what its next save needs."""
+    return f"{free_bytes(folder) / 1e9:.3g} GB free, the next save needs {needed / 1e9:.3g} GB"
 
 
 def iteration(folder: Path) -> int:

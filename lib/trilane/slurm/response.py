@@ -1,0 +1,111 @@
+"""Response: what is done about a run that has stopped being useful, by one table of verdicts
+(data/responses.json), in which a site may change what follows.
+"""
+
+import json
+import os
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from trilane.utils.validation import require, require_known, shipped_json
+from trilane.workspace.status import RunStatus, Status
+
+CHANGED_BY = "TRILANE_RESPONSES"  # in a job's environment: what its site changes, as JSON
+ACTIONS = {
+    "spare": "again on spare nodes",
+    "same": "again on the same nodes",
+    "requeue": "back into the queue",
+    "stop": "stops",
+}
+VERDICTS = {
+    Status.HANG: "hang",
+    Status.RENDEZVOUS: "launch failure",
+    Status.PORT_IN_USE: "launch failure",
+    Status.NETWORK: "lost contact",
+    Status.NCCL_ERROR: "lost contact",
+    Status.NAN_LOSS: "wrong result",
+    Status.FILE_SYSTEM: "disk full",
+    Status.TIME_LIMIT: "time limit",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Response:
+    """What is done, an action of ACTIONS, about what; `nodes` leave the run."""
+
+    verdict: str
+    action: str
+    nodes: tuple[str, ...] = ()
+
+    @property
+    def again(self) -> bool:
+        """Whether the training starts again inside the same job."""
+        return self.action in ("spare", "same")
+
+    def __str__(self) -> str:
+        without = f", without {', '.join(self.nodes)}" if self.nodes else ""
+        return f"{self.verdict}: {ACTIONS[self.action]}{without}"
+
+
+def verdict_of(outcome: RunStatus) -> str:
+    """The verdict of the table on an end for which no node was found at fault."""
+    return VERDICTS.get(outcome.status, "failure")
+
+
+def saves(verdict: str) -> bool:
+    """Whether a run of that verdict saves before it ends; not where a collective cannot end."""
+    return bool(shipped_json("responses")[verdict]["saves"])
+
+
+def require_responses(name: str, changed: Mapping[str, Sequence[str]]) -> None:
+    """ValueError for a verdict or an action that the table does not know."""
+    for verdict, actions in changed.items():
+        require_known(name, verdict, list(shipped_json("responses")))
+        for action in actions:
+            require_known(f"{name}.{verdict}", action, list(ACTIONS))
+
+
+def actions(verdict: str, env: Mapping[str, str] = os.environ) -> list[str]:
+    """What may follow a verdict, in order, by the table and the site's changes in `env`."""
+    changed: Any = json.loads(env.get(CHANGED_BY) or "{}")
+    require(isinstance(changed, dict), CHANGED_BY, changed, "must be a JSON object")
+    require_responses(CHANGED_BY, changed)
+    return changed.get(verdict) or shipped_json("responses")[verdict]["then"]
+
+
+def decide(
+    verdict: str,
+    *,
+    trained: Collection[str],
+    left: Collection[str],
+    blamed: Collection[str],
+    tried: Collection[str] = (),
+    may_requeue: bool = True,
+    env: Mapping[str, str] = os.environ,
+) -> Response:
+    """The first action of the verdict's row that can be done.
+
+    trained  the nodes that trained
+    left     the nodes of the job that have not failed, spares among them
+    blamed   those at fault: by proof, or of a hang the suspect's
+    tried    the actions that were tried at this iteration
+
+    Of several nodes that train never all leave: then nothing tells them apart. On the same nodes a
+    run starts again once; a spare or another allocation needs a node to leave out.
+    """
+    nodes = tuple(node for node in left if node in blamed)
+    training = set(trained or left)
+    if len(training) > 1 and training <= set(nodes):
+        nodes = ()
+    has_spares = len(trained) > 0 and len(left) - len(nodes) >= len(trained)
+    for action in actions(verdict, env):
+        if action == "same" and "same" not in tried:
+            return Response(verdict=verdict, action=action)
+        if action == "spare" and nodes and has_spares:
+            return Response(verdict=verdict, action=action, nodes=nodes)
+        if action == "requeue" and nodes and may_requeue:
+            return Response(verdict=verdict, action=action, nodes=nodes)
+        if action == "stop":
+            break
+    return Response(verdict=verdict, action="stop", nodes=nodes)
