@@ -179,7 +179,7 @@ def _losses(plan: Plan, processes: int, folder: Path) -> list[float]:
 def output(folder: Path, codes: Sequence[int], wanted: int = 0) -> str:
     """What the workers printed, where an exit code is not the wanted one; else ""."""
     logs = "\n".join(log.read_text(errors="replace") for log in sorted(folder.glob("*.log")))
-    return "" if set(codes) == {wanted} else logs or f"exit codes {codes}"
+    return "" if set(codes) == {wanted} else f"exit codes {codes}\n{logs}"
 
 
 # the number of workers (0: the reference) and the run folder -> an exit code

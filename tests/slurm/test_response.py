@@ -1,0 +1,56 @@
+"""What is done about a run that has stopped being useful, by the table and the nodes that are left."""
+
+import json
+from dataclasses import replace
+
+import pytest
+from slurm_cluster import REQUEST, SITE, plan
+
+from trilane.slurm import response, script
+
+SPARE = ["a", "b", "c"]  # of which a and b train
+
+
+@pytest.mark.parametrize(
+    ("verdict", "left", "blamed", "tried", "wanted", "without"),
+    [
+        ("dead node", SPARE, "b", "", "spare", "b"),
+        ("frozen rank", SPARE, "b", "", "spare", "b"),
+        ("frozen rank", ["a", "b"], "b", "", "requeue", "b"),
+        ("frozen rank", SPARE, "ab", "", "stop", ""),  # never all: nothing tells them apart
+        ("slow node", ["a", "b"], "b", "", "same", ""),
+        ("hang", SPARE, "b", "", "same", ""),
+        ("hang", SPARE, "b", "same", "spare", "b"),
+        ("hang", ["a", "b"], "b", "same", "requeue", "b"),
+        ("hang", SPARE, "", "same", "stop", ""),  # a verdict without a node
+        ("launch failure", SPARE, "", "", "same", ""),
+        ("launch failure", SPARE, "", "same", "stop", ""),
+        ("wrong result", SPARE, "", "", "stop", ""),
+        ("failure", SPARE, "", "", "stop", ""),
+    ],
+)
+def test_the_first_action_of_a_verdict_that_can_be_done_is_done(
+    verdict: str, left: list[str], blamed: str, tried: str, wanted: str, without: str
+) -> None:
+    found = response.decide(
+        verdict, trained="ab", left=left, blamed=blamed, tried=tried.split(), env={}
+    )
+    assert (found.action, "".join(found.nodes)) == (wanted, without)
+
+
+def test_a_site_changes_what_follows_and_only_by_known_words() -> None:
+    own = replace(SITE, responses={"hang": ("stop",)})
+    text = script.render("train", plan("own", SITE.local[0]), own, REQUEST)
+    (line,) = [line for line in text.splitlines() if response.CHANGED_BY in line]
+    env = {response.CHANGED_BY: line.partition("=")[2].strip("'")}
+    assert json.loads(env[response.CHANGED_BY]) == {"hang": ["stop"]}
+    asked = {"trained": "ab", "left": SPARE, "blamed": "b"}
+    assert response.decide("hang", **asked, env=env).action == "stop"
+    assert response.decide("dead node", **asked, env=env).action == "spare"
+    assert response.decide("dead node", **asked, may_requeue=False, env={}).action == "spare"
+    for changed, rule in (
+        ({"hang": ("reboot",)}, r"^site.responses.hang=reboot: "),
+        ({"bored": ("stop",)}, r"^site.responses=bored: "),
+    ):
+        with pytest.raises(ValueError, match=rule):
+            replace(SITE, responses=changed)
