@@ -58,8 +58,8 @@ class PaceMeter:
     def add(self, samples: int, seconds: float, phases: Mapping[str, float]) -> Pace:
         """Add an iteration with this rank's seconds by phase; the pace with it.
 
-        It is late above five robust standard deviations more than the median, at least a tenth.
-        What late iterations lose is summed up, and what is in time pays CALM of itself back, as in
+        It is late above five robust standard deviations more than the median, at least a tenth of
+        it, and always at twice the median. What late iterations lose is summed up, and what is in time pays CALM of itself back, as in
         Page's cumulative sum (Biometrika 41, 1954): a run is slow once a restart would have cost
         less, so that it loses at most twice what it must.
         """
@@ -72,7 +72,7 @@ class PaceMeter:
         rows = np.array(self._usual)
         usual = np.median(rows, axis=0)
         deviation = 1.4826 * np.median(abs(rows[:, 0] - usual[0]))
-        if row[0] > usual[0] + max(5.0 * deviation, 0.1 * usual[0]):
+        if row[0] > usual[0] + np.clip(5.0 * deviation, 0.1 * usual[0], usual[0]):
             self._late.append(row)
             lost_s = self._lost_s + samples * float(row[0] - usual[0])
         else:
