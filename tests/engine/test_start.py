@@ -201,11 +201,20 @@ def test_of_what_is_asked_the_most_counts(
     assert (tmp_path / "save").exists() is ("save" in files and not first)
 
 
-def test_a_run_that_is_to_leave_a_slow_node_does_so_at_its_next_save(
+def test_a_run_leaves_a_slow_node_at_once_and_saves_again_once_the_disk_has_room(
     tmp_path: Path, monkeypatch
 ) -> None:
+    """The room is looked at once a minute."""
     from trilane_engine import loop
 
     _, asked = requests(tmp_path, monkeypatch, 0.0)
     (tmp_path / "save").write_text(loop.RESTART)
-    assert [asked.pending(due=due) for due in (False, True, True)] == [0, 3, 0]
+    assert [asked.pending(), asked.pending()] == [3, 0]
+    asked.retry(8)
+    seen = []
+    for second, free in ((1.0, 9), (59.0, 9), (61.0, 7), (62.0, 9), (122.0, 9)):
+        monkeypatch.setattr(loop, "time", types.SimpleNamespace(monotonic=lambda: second))
+        monkeypatch.setattr(loop, "free_bytes", lambda _: free)
+        asked._end = math.inf
+        seen.append(asked.pending())
+    assert seen == [0, 0, 0, 0, 2]

@@ -69,7 +69,7 @@ def trained(folder: Path, job: str, word: str = "crashed") -> None:
 def spared(folder: Path, job: str, verdict: str = "dead node") -> None:
     """A spare takes the place of n2."""
     facts = {"verdict": verdict, "action": "spare", "again": True, "nodes": ["n2"]}
-    ledger.note(folder, "response", job, **facts, iteration=0, says="")
+    ledger.note(folder, "response", job, **facts, iteration=0, says="one of three spares")
 
 
 def at(folder: Path, iteration: int) -> None:
@@ -218,6 +218,23 @@ def test_a_run_is_shown_by_its_job_that_counts(
     (found,) = jobs.job_status([folder])
     assert f"{found.id} {found.status} {found.evidence}".startswith(shown)
     assert found.waiting == waiting
+
+
+def test_a_run_on_a_full_disk_or_after_a_response_says_so(
+    folder: Path, slurm: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    p = read_plan(folder)
+    saving = replace(p, run=replace(p.run, save_interval=2))
+    (folder / "plan.json").write_text(json.dumps(saving.to_json()))
+    (folder / "run.log").write_text("START\n")
+    start(folder, "77")
+    slurm["77"] = "RUNNING"
+    spared(folder, "77")
+    assert "of three spares" in jobs.job_status([folder])[0].evidence
+    at(folder, 1)  # it got further
+    assert jobs.job_status([folder])[0].evidence == "START"
+    monkeypatch.setattr(jobs, "free_bytes", lambda _: 5)
+    assert jobs.job_status([folder])[0].evidence.startswith("DISK FULL: ")
 
 
 XID = "n2: [18.4] NVRM: Xid (PCI:0000:1b:00): 79, pid=8, GPU has fallen off the bus."
