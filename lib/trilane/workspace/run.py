@@ -88,11 +88,11 @@ class Run:
 
     def unended(self) -> list[Event]:
         """The starts ("started", "replaced": with a spare) of jobs that have recorded
-        no end since.
+        no end since, and are not of another folder.
         """
         starts: list[Event] = []
-        for event in self.events("started", "ended", "replaced"):
-            if event["event"] == "ended":
+        for event in self.events("started", "ended", "replaced", "elsewhere"):
+            if event["event"] in ("ended", "elsewhere"):
                 starts = [start for start in starts if start["id"] != event["id"]]
             else:
                 starts.append(event)
