@@ -1,4 +1,4 @@
-"""Secrets in text: passwords, keys and tokens, known by their name or by the form of their value."""
+"""Secrets in text: passwords, keys and tokens, known by their name or by their value's form."""
 
 import re
 
