@@ -6,7 +6,7 @@ from pathlib import Path
 from trilane.cli.app import Answer, Group, command
 from trilane.config.options import option
 from trilane.config.plan import read_plan
-from trilane.utils.validation import require, require_known
+from trilane.utils.validation import require, require_known, require_new
 from trilane.workspace import rank_grid
 from trilane.workspace.heartbeat import read_beats
 from trilane.workspace.status import known_status
@@ -134,5 +134,5 @@ def bisect(
     for name in names:
         require_known("axis", name, bisection.AXES)
     folder = out or plan.with_name(f"{plan.stem}-bisect")
-    require(not folder.exists(), "out", folder, "exists; name another")
+    require_new("out", folder, "name another")
     return Answer.of(bisection.bisect(read, names, bisection.local_runner(folder, timeout)))

@@ -15,6 +15,16 @@ from trilane_diagnose.hang import diagnose_hang
 
 LOGS = (".log", ".out", ".err", ".gz")
 Row = dict[str, str]  # of SLURM's accounting
+WEAK = (Status.CANCELLED, Status.CRASHED, Status.COMPLETED, Status.RUNNING)
+STATES = {
+    **attempt.REASONS,
+    "COMPLETED": Status.COMPLETED,
+    "FAILED": Status.CRASHED,
+    "RUNNING": Status.RUNNING,
+}
+NOWHERE = "None assigned"  # of a job that never ran
+# those of which sacct cuts 128 off where a shell reports them
+SIGNALS = ("6", "7", "8", "9", "11", "15")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +46,7 @@ def read_incident(folder: Path) -> Incident:
     it can be read.
 
     SLURM's accounting is what `sacct --parsable2` printed into a file of a folder of copies; the
-    last row with a reason counts.
+    last run of a job counts.
     """
     require_folder("folder", folder)
     logs, accounts = _read_files(folder)
@@ -69,7 +79,9 @@ def _read_files(folder: Path) -> tuple[list[RunLog], list[Row]]:
             with path.open(encoding="utf-8", errors="replace") as file:
                 head = file.readline(1 << 14)
                 if "JobID" in head and "|" in head and "State" in head:
-                    accounts += csv.DictReader([head, *file], delimiter="|", restval="")
+                    blank = dict.fromkeys(("JobID", "State", "NodeList"), "")
+                    rows = csv.DictReader([head, *file], delimiter="|", restval="")
+                    accounts += [blank | row for row in rows]
                 elif path.suffix in LOGS:
                     logs += read_logs(path)[-1:]
         except (ValueError, OSError, csv.Error):
@@ -78,18 +90,12 @@ def _read_files(folder: Path) -> tuple[list[RunLog], list[Row]]:
 
 
 def _end(logs: list[RunLog], accounts: list[Row]) -> tuple[Status, list[str]]:
-    """How it ended, in lines: SLURM's reason first; a cancellation counts only without another
-    reason, since who cancels has one.
+    """How it ended, in lines: SLURM's reason first; a cancellation, or that it failed or completed,
+    counts only where no log has a reason.
     """
-    cancelled = ""
-    for row in reversed(accounts):
-        state = str(row.get("State"))
-        status = attempt.REASONS.get(state.partition(" ")[0])
-        line = f"{status}: job {row.get('JobID')}: {state} on {row.get('NodeList')}"
-        if status is Status.CANCELLED:
-            cancelled = line
-        elif status:
-            return status, [line]
+    status, lines = _accounted(accounts)
+    if status and status not in WEAK:
+        return status, lines
     # of several logs the one whose ending is the strongest, then the one that got furthest
     for log in sorted(logs, key=lambda log: (_level(log), -(log.last_iteration or 0))):
         if log.status is not Status.UNFINISHED:
@@ -101,11 +107,52 @@ def _end(logs: list[RunLog], accounts: list[Row]) -> tuple[Status, list[str]]:
             if log.exclude:
                 lines.append(f"for the next submission: --exclude={log.exclude}")
             return log.status, lines
-    if cancelled:
-        return Status.CANCELLED, [cancelled]
+    if status:
+        return status, lines
     evidence = logs[0].evidence if logs else ""
     line = "cannot be determined from these files: why it ended, or whether it runs"
     return Status.UNFINISHED, [f"{line}; last line: {evidence}"]
+
+
+def _accounted(accounts: list[Row]) -> tuple[Status | None, list[str]]:
+    """How the last run of a job ended by its own row, or by a step with a reason, which has the
+    node; in lines with what sacct does not tell. None where no job ran.
+
+    SLURM marks a step CANCELLED, too, of which a task was ended by a signal. A job that was
+    requeued has rows for each time that it ran.
+    """
+    runs: list[list[Row]] = []
+    for row in accounts:
+        if not runs or "." not in row["JobID"]:
+            runs.append([])
+        runs[-1].append(row)
+    runs = [rows for rows in runs if STATES.get(_state(rows[0])) and rows[0]["NodeList"] != NOWHERE]
+    if not runs:
+        return None, []
+    own, *steps = runs[-1]
+    row = own
+    for step in steps:
+        if STATES.get(_state(step), Status.CANCELLED) not in WEAK:
+            row = step
+    status = STATES[_state(row)]
+    code = row.get("ExitCode") or "unknown"
+    where = f"job {row['JobID']}: {row['State']} on {row['NodeList']}"
+    lines = [f"{status}: {where}, exit code {code}"]
+    number = code.removesuffix(":0")
+    if status is Status.CRASHED:
+        # with --kill-on-bad-exit srun ends with the code of those that it killed
+        is_killed = any(_state(step) == "CANCELLED" for step in steps)
+        if is_killed or number in ("15", "143"):
+            lines.append("a task was ended by a signal; the exit code of the first is not known")
+        if number in SIGNALS:
+            other = 128 + int(number)
+            lines.append(f"{code} is exit code {number} or {other}; scontrol show job has which")
+    return status, lines
+
+
+def _state(row: Row) -> str:
+    """The state without who cancelled it, as in "CANCELLED by 1000"."""
+    return row["State"].partition(" ")[0]
 
 
 def _level(log: RunLog) -> int:

@@ -18,7 +18,7 @@ from trilane.config.model import ModelShape, padded_vocab_size
 from trilane.config.plan import Plan
 from trilane.config.training import Data, Dropout, Run
 from trilane.launch.local import train_local
-from trilane.utils.validation import require
+from trilane.utils.validation import require, require_new
 from trilane.workspace.checkpoints import FOLDER, name_of
 from trilane.workspace.run import write_text
 from trilane.workspace.status import Status
@@ -120,7 +120,7 @@ def write(folder: Path, plan: Plan) -> tuple[Path, Path]:
     second = folder / "second"
     resumed = replace(plan, run=replace(plan.run, load=str(first / FOLDER / name_of(1))))
     for place, own in ((first, plan), (second, resumed)):
-        require(not place.exists(), "folder", place, "exists; use a new one")
+        require_new("folder", place, "use a new one")
         write_text(place / "plan.json", json.dumps(own.to_json(), indent=1) + "\n")
     return first, second
 

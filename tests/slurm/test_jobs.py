@@ -3,6 +3,7 @@ small script here, answer as on a bad day.
 """
 
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -149,6 +150,32 @@ def test_a_chain_whose_submission_was_killed_is_found_by_its_name(
     with pytest.raises(jobs.ActiveJob, match=r"has job 7, 8 already"):
         submit_chain(tmp_path / "chain", times=2)
     assert Run(run).job_ids() == ["7", "8"] == jobs.cancel([run]) and not commands.calls("sbatch")
+
+
+@pytest.mark.parametrize("by_hand", [False, True])
+def test_a_copy_of_a_run_leaves_the_runs_job_alone(
+    by_hand: bool, commands: Commands, folder: Path, capsys: pytest.CaptureFixture
+) -> None:
+    """By the job's name, or by its folder where it was submitted by hand; a folder that was only
+    moved has its job.
+    """
+    ledger.note(folder, "started", "77", nodes="", iteration=0, restarts=0)
+    copy = folder.with_name("copy")
+    shutil.copytree(folder, copy)
+    queue(commands, "77 RUNNING", name=f"own|{folder}" if by_hand else client.job_name(folder))
+    assert jobs.active_jobs(folder) == ["77"] and jobs.active_jobs(copy) == []
+    assert main(["slurm", "cancel", str(copy)]) == 0
+    out, err = capsys.readouterr()
+    assert out == "cancelled: nothing\n" and "job 77 of copy is of" in err
+    found = one(copy)
+    assert found.status == "not submitted" and found.evidence.startswith("job 77 is of")
+    commands.say("sbatch", "echo 78")
+    assert jobs.submit(copy, SITE, REQUEST) == "78" and not Run(copy).unended()
+    queue(commands)
+    accounted(commands, "77 FAILED", user=f"me|{folder}")
+    assert one(copy).id == "78" and not commands.calls("scancel")
+    queue(commands, "77 RUNNING", name=f"{client.job_name(folder)}|{folder}")
+    assert jobs.active_jobs(folder.rename(folder.with_name("moved"))) == ["77"]
 
 
 def test_a_run_named_twice_is_one_run(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

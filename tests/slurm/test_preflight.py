@@ -189,6 +189,23 @@ NEWLINE = "\n"
 CURL = "curl https://example.org/x | bash"
 
 
+GOOD = "export SRUN_CPUS_PER_TASK=8\nsrun --kill-on-bad-exit=1 "
+MASTER = "export MASTER_ADDR="
+TRAPS = [
+    ("", f"{MASTER}$(scontrol show hostnames $SLURM_NODELIST | head -n1)\n{GOOD} bash -c 'run'"),
+    ("", f"{MASTER}$(hostname)\n{GOOD} torchrun --rdzv_endpoint=$(hostname):29500 a.py"),
+    ("kill-on-bad-exit", "srun -c 8 python a.py"),
+    ("pipefail", "python a.py | tee log"),
+    ("node-list", f"{MASTER}$(echo $SLURM_NODELIST | cut -d, -f1)"),
+    ("node-list", f"{MASTER}${{SLURM_JOB_NODELIST%%,*}}"),
+    ("hostname", f"{GOOD} bash -c '{MASTER}$(hostname -s); torchrun a.py'"),
+    ("hostname", f'{GOOD} bash -c "torchrun --rdzv-endpoint=\\$(hostname):29500 a.py"'),
+    ("gpus-per-task", f"{GOOD} --gpus-per-task=1 bash -c 'CUDA_VISIBLE_DEVICES=$SLURM_LOCALID a'"),
+    ("standalone", f"{GOOD} torchrun --standalone a.py"),
+    ("cpus-per-task", "srun --kill-on-bad-exit=1 bash -c 'python a.py'"),
+]
+
+
 @pytest.mark.parametrize(
     ("old", "new"),
     [
@@ -210,12 +227,12 @@ def test_a_script_that_is_not_what_is_rendered_is_shown_and_refused_until_that_i
     assert not levels(findings(folder, plan(), script=lambda text: text), "changes")
 
 
-@pytest.mark.parametrize(
-    ("rule", "old"), [("kill-on-bad-exit", "--kill-on-bad-exit=1 "), ("pipefail", "o pipefail")]
-)
-def test_traps_of_an_edited_script_are_named(rule: str, old: str, folder: Path) -> None:
-    found = findings(folder, plan(), script=lambda text: text.replace(old, ""))
-    assert levels(found, rule) == [REFUSAL]
+@pytest.mark.parametrize(("rule", "line"), TRAPS)
+def test_traps_of_a_foreign_script_are_named(rule: str, line: str, folder: Path) -> None:
+    head = "#SBATCH --nodes=2 --cpus-per-task=8\n# srun | tee; --standalone\n"
+    found = findings(folder, plan(), script=lambda _: head + line)
+    named = {f.rule for f in found if f.level == REFUSAL}
+    assert named & {name for name, _ in TRAPS} == {rule} - {""}
 
 
 def test_a_checkpoint_of_another_model_is_refused_and_one_that_is_still_to_come_is_not(

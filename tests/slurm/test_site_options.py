@@ -2,6 +2,7 @@
 contradictions in one line.
 """
 
+import json
 import os
 import shlex
 import subprocess
@@ -15,6 +16,7 @@ from test_script import directives, plan_for
 from trilane.slurm import script
 from trilane.slurm.script import srun_arguments
 from trilane.slurm.sites import JobRequest, Site
+from trilane.utils.tables import printable
 from trilane.utils.validation import from_mapping
 
 FREE = Site(
@@ -41,6 +43,25 @@ def rendered(site: Site, **wishes: Any) -> str:
     return script.render("train", plan_for(site), site, JobRequest(**wishes))
 
 
+# in the forms of detect-secrets' plugins
+SECRETS = [
+    f"{start}{'Ab1' * 12}!"
+    for start in (
+        "hf_",
+        "github_pat_",
+        "ghp_",
+        "glpat-",
+        "sk-proj-",
+        "xoxb-",
+        "Bearer ",
+        "eyJhbGciOiJIUzI1NiJ9.",
+        "npm_",
+        "-----BEGIN OPENSSH PRIVATE KEY-----",
+    )
+]
+SECRETS.append(f"AKIA{'A1' * 8}!")
+
+
 BAD = [
     ({"env": {"A-B": "1"}}, r"^site.env='A-B': must be the name of a variable"),
     (
@@ -55,6 +76,16 @@ BAD = [
             ("setup", ["module load a; export MY_SECRET='!'"], "MY_SECRET"),
             ("sbatch", {"export": "ALL,WANDB_API_KEY=abc"}, "WANDB_API_KEY"),
             ("srun", ["--export=ALL,GITHUB_TOKEN=!"], "GITHUB_TOKEN"),
+            *(("setup", [f"a {value}"], "token or key") for value in SECRETS),
+        )
+    ),
+    *(
+        ({field: value}, f"^site.{field}={name}: would run other code than the script$")
+        for field, value, name in (
+            ("env", {"BASH_ENV": "/x"}, "BASH_ENV"),
+            ("srun", ["--export=ALL,LD_PRELOAD=/x"], "LD_PRELOAD"),
+            ("sbatch", {"chd": "/x"}, "--chd"),
+            ("sbatch", {"uid": "0"}, "--uid"),
         )
     ),
     ({"setup": ["module load a", "x\ny"]}, r"^site.setup, line 2=.*must be one line"),
@@ -75,6 +106,13 @@ def test_a_site_with_a_contradiction_is_refused_in_one_line(
     with pytest.raises(ValueError, match=message) as refusal:
         from_mapping(Site, {"name": "mine", **fields}, "site")
     assert len(str(refusal.value).splitlines()) == 1
+
+
+def test_no_text_of_a_command_or_report_shows_a_secret() -> None:
+    """JSON stays JSON; what is no secret stays, too."""
+    texts = [*SECRETS, "x://me:!@b", "HF_TOKEN='!'", "TOKENS=3"]
+    kept = ["x://(hidden)@b", "HF_TOKEN='(hidden)'", "TOKENS=3"]
+    assert json.loads(printable(json.dumps(texts))) == ["(hidden)!"] * len(SECRETS) + kept
 
 
 def test_no_site_can_set_what_a_script_sets() -> None:

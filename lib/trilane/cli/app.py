@@ -24,6 +24,7 @@ from click.exceptions import Exit, NoArgsIsHelpError
 import trilane
 from trilane.config.options import YES_OR_NO, option, read_value
 from trilane.utils.hooks import hook
+from trilane.utils.masking import masked
 from trilane.utils.process import install_command
 from trilane.utils.tables import one_line, printable
 from trilane.utils.validation import require, shown
@@ -93,7 +94,7 @@ class Answer:
         if self.text is not None and not as_json:
             print(printable(self.text).removesuffix("\n"))
         elif self.values is not None:
-            print(json.dumps(self.values, indent=1, allow_nan=False))
+            print(masked(json.dumps(self.values, indent=1, allow_nan=False)))
         return self.code
 
 

@@ -11,9 +11,9 @@ from trilane.analysis.spikes import training_record, training_text
 from trilane.cli.app import GROUPS, Answer, Group, command, note
 from trilane.config.options import option
 from trilane.logs.dialects import use
-from trilane.utils.files import natural
+from trilane.utils.files import natural, write_new
 from trilane.utils.tables import as_json, csv_text
-from trilane.utils.validation import require, require_folder
+from trilane.utils.validation import require_folder, require_new
 
 logs = Group("logs", help=GROUPS["logs"])
 LOGS = option(argument="LOGS...")
@@ -43,10 +43,10 @@ def parse(
     """
     use(dialect)
     if csv:
-        require(not csv.exists(), "csv", csv, "exists; name another file")
+        require_new("csv", csv)
     runs, unread = read(logs)
     if csv:
-        csv.write_text(csv_text(every_iteration(runs)), encoding="utf-8")
+        write_new(csv, csv_text(every_iteration(runs)))
     values = {"runs": [run.to_json() for run in runs]}
     return Answer(values, parse_text(runs), int(bool(unread)))
 

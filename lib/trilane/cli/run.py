@@ -12,8 +12,9 @@ import click
 from trilane.cli.app import GROUPS, Answer, Group, command, note
 from trilane.config.engines import ENGINES
 from trilane.config.options import option
+from trilane.utils.files import write_new
 from trilane.utils.process import python, replace_by
-from trilane.utils.validation import require, require_known
+from trilane.utils.validation import require, require_known, require_new
 
 measure = Group("measure", help=GROUPS["measure"])
 
@@ -83,13 +84,12 @@ def calibrate(
     from trilane.workspace.installation import stamp
     from trilane.workspace.study import load_cluster
 
-    require(not output.exists(), "output", output, "exists; name another file")
+    require_new("output", output)
     found = fit_source(rows, load_cluster(cluster))
     # the name by which other commands know the constants of this file
     kept = {**found.fitted.kept(), "name": str(output)}
     made_by = {"command": "trilane calibrate", "rows": rows, **stamp()}
-    with output.open("x", encoding="utf-8") as file:  # also where another process has just made it
-        file.write(json.dumps({**kept["constants"], "made_by": made_by}, indent=1) + "\n")
+    write_new(output, json.dumps({**kept["constants"], "made_by": made_by}, indent=1) + "\n")
     text = f"{found.summary()}\nwritten: {output} ({kept['hash']})"
     return Answer(found.to_json(), text)
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trilane.cli.app import GROUPS, Answer, Group, command
+from trilane.cli.app import GROUPS, Answer, Group, command, note
 from trilane.config.options import option
 from trilane.config.plan import locate_plan, read_plan
 from trilane.launch.local import run_folder as run_folder_of
@@ -120,7 +120,11 @@ def status(
 @command(slurm)
 def cancel(runs: tuple[str, ...] = RUNS) -> Answer:
     """Cancel the jobs of runs."""
-    ids = jobs.cancel(folders_of(runs))
+    folders = folders_of(runs)
+    ids = jobs.cancel(folders)
+    for job in jobs.job_status(folders):
+        if job.state == client.ELSEWHERE:
+            note([f"not cancelled: job {job.id} of {job.run} {job.reason}"])
     return Answer({"cancelled": ids}, f"cancelled: {', '.join(ids) or 'nothing'}")
 
 

@@ -4,6 +4,7 @@ plain form that every release prints.
 
 import getpass
 import hashlib
+import os
 import re
 import shutil
 import textwrap
@@ -36,7 +37,9 @@ ENDED = (
     "LAUNCH_FAILED",
     "RECONFIG_FAIL",
 )
-QUEUED = ("id", "state", "reason", "elapsed", "nodes", "name")
+# a job of another folder than the one that was asked for: that is a copy of the job's own
+ELSEWHERE = "ELSEWHERE"
+QUEUED = ("id", "state", "reason", "elapsed", "nodes", "name", "folder")
 AWAY = re.compile(
     r"unable to contact slurm controller|connection (refused|reset)|timed out|"
     r"zero bytes were trans",
@@ -56,8 +59,8 @@ class SlurmUnreachable(SlurmError):
 
 @dataclass(frozen=True, kw_only=True)
 class JobState:
-    """One job as SLURM reports it: `reason` is why it waits, `nodes` a SLURM node list, times as
-    SLURM prints them.
+    """One job as SLURM reports it: `reason` is why it waits, `nodes` a SLURM node list, `folder`
+    where it works, times as SLURM prints them.
     """
 
     id: str
@@ -66,11 +69,25 @@ class JobState:
     elapsed: str = ""
     nodes: str = ""
     name: str = ""
+    folder: str = ""
 
     @property
     def has_ended(self) -> bool:
-        """Whether it will not run again."""
-        return self.state == FORGOTTEN or self.state in ENDED
+        """Whether it will not run again, or not in this folder."""
+        return self.state in (*ENDED, FORGOTTEN, ELSEWHERE)
+
+    def is_of(self, home: Path) -> bool:
+        """Whether it is a job of the run folder `home`, by its name, which has the hash of its
+        folder; one with another name, such as one submitted by hand, by where it works.
+
+        A folder that is not there any more was moved here. What SLURM does not say speaks for
+        `home`.
+        """
+        if self.name == job_name(home):
+            return True
+        if self.folder:
+            return not os.path.isdir(self.folder) or os.path.samefile(self.folder, home)
+        return re.search(r"-[0-9a-f]{8}$", self.name) is None
 
 
 def is_installed() -> bool:
@@ -202,13 +219,12 @@ def states(ids: Iterable[str], names: Collection[str] = ()) -> dict[str, JobStat
 
 def _queued() -> list[JobState]:
     """This user's jobs that squeue lists: `squeue -j` fails if it has forgotten one of the ids."""
-    form = "%A|%T|%r|%M|%N|%j"
+    form = "%A|%T|%r|%M|%N|%j|%Z"
     user = getpass.getuser()
     jobs = []
     for line in call(["squeue", "-h", "-r", "-t", "all", "-u", user, "-o", form]).splitlines():
-        words = line.split("|", len(QUEUED) - 1)
-        if len(words) == len(QUEUED):
-            row = dict(zip(QUEUED, words, strict=True))
+        row = dict(zip(QUEUED, line.split("|", len(QUEUED) - 1), strict=False))
+        if "name" in row:
             row["reason"] = row["reason"].removeprefix("None")
             jobs.append(JobState(**row))
     return jobs
@@ -222,18 +238,19 @@ def past(ids: Collection[str]) -> dict[str, JobState]:
     """
     if not ids or shutil.which("sacct") is None:
         return {}
-    columns = "jobidraw,state,elapsed,nodelist,user"
+    columns = "jobidraw,state,elapsed,nodelist,user,workdir"
     command = ["sacct", "-DXnP", "-j", ",".join(ids), "-o", columns]
     jobs = {}
     for line in run(command, within_s=ANSWER_S).stdout.splitlines():
-        words = line.split("|")
-        if len(words) != 5 or words[0] not in ids:
+        words = line.split("|", 5)
+        if len(words) < 5 or words[0] not in ids:
             continue
-        job, word, elapsed, nodes, user = words
+        job, word, elapsed, nodes, user, folder = [*words, ""][:6]
         state = word.partition(" ")[0]  # "CANCELLED by 1000"
         # of a job that has lost a node under --no-kill there is a row RESIZING before its end's
         if state in ENDED or (state != "RESIZING" and user != getpass.getuser()):
-            jobs[job] = JobState(id=job, state=state, elapsed=elapsed, nodes=nodes)
+            facts = {"elapsed": elapsed, "nodes": nodes, "folder": folder}
+            jobs[job] = JobState(id=job, state=state, **facts)
     return jobs
 
 

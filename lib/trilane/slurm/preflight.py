@@ -3,6 +3,7 @@ its remedy.
 """
 
 import difflib
+import re
 import tempfile
 from collections.abc import Callable, Collection
 from dataclasses import replace
@@ -21,6 +22,7 @@ from trilane.slurm.checks import (
 )
 from trilane.slurm.script import SCRIPT, render
 from trilane.slurm.sites import JobRequest, Site
+from trilane.utils.validation import shipped_json
 from trilane.workspace.run import Run
 
 # about this machine, where it is not the cluster
@@ -97,7 +99,7 @@ def accepted(job: JobCheck) -> Findings:
 
 def edited(job: JobCheck) -> Findings:
     """job.sbatch is what plan, site and options render, so that no other command or option hides in
-    it; of one that is not, two traps are named.
+    it; of one that is not, the traps are named that its text shows.
     """
     path = job.run.folder / SCRIPT
     if job.site.is_local or not path.exists() or path.read_bytes() == job.script.encode():
@@ -106,16 +108,18 @@ def edited(job: JobCheck) -> Findings:
     script = path.read_bytes().decode("utf-8", "replace")
     both = (job.script.split("\n"), script.split("\n"))
     lines = difflib.unified_diff(*both, "rendered", SCRIPT, n=0, lineterm="")
-    text = [f"script={SCRIPT}: is not what plan, site and options render", *lines]
+    shown = [f"script={SCRIPT}: is not what plan, site and options render", *lines]
     remedy = "give the options it was written with, or delete it, or --allow changes"
-    yield refusal("changes", "\n".join(text[: SHOWN + 1]), remedy)
-    if "srun" in script and "--kill-on-bad-exit=1" not in script:
-        message = "srun without --kill-on-bad-exit=1: when one node fails, the others wait until "
-        remedy = "srun --kill-on-bad-exit=1 --wait=15 ..."
-        yield refusal("kill-on-bad-exit", f"{message}the time limit", remedy)
-    if "| tee" in script and "pipefail" not in script:
-        message = "a pipe into tee without pipefail: a failed run counts as COMPLETED"
-        yield refusal("pipefail", message, "set -euo pipefail")
+    yield refusal("changes", "\n".join(shown[: SHOWN + 1]), remedy)
+    # its text is looked at, not followed, and of endless lines only so much that it takes no time
+    joined = script[: 1 << 16].replace("\\\n", " ").split("\n")
+    code = [line[:4000] for line in joined if not re.match(r"\s*#(?!SBATCH)", line)]
+    text = "\n".join(code)
+    for rule, trap in shipped_json("script_traps").items():
+        patterns = [*trap["has"], trap["lacks"]]
+        *has, lacks = [re.search(pattern, text, re.MULTILINE) for pattern in patterns]
+        if all(has) and not lacks:
+            yield refusal(rule, trap["message"], trap["remedy"])
 
 
 CHECKS: tuple[Callable[[JobCheck], Findings], ...] = (

@@ -16,7 +16,7 @@ from trilane.config.cluster import Cluster
 from trilane.config.plan import Plan
 from trilane.costmodel.predict import predict
 from trilane.slurm.sites import JobRequest, Site, require_form
-from trilane.utils.validation import require, require_known
+from trilane.utils.validation import require, require_known, require_new
 from trilane.workspace.installation import checkout, shipped
 from trilane.workspace.run import write_text
 
@@ -66,7 +66,7 @@ def create(plans: Mapping[Path, Plan], site: Site, request: JobRequest) -> list[
     """
     texts = {folder: files(plan, site, request) for folder, plan in plans.items()}
     for folder in texts:
-        require(not folder.exists(), "run folder", folder, "exists; take a new one")
+        require_new("run folder", folder, "take a new one")
     for folder, by_name in texts.items():
         for name, text in by_name.items():
             write_text(folder / name, text)

@@ -11,6 +11,7 @@ from typing import Any
 from trilane.config import cluster as hardware
 from trilane.config.options import check, option
 from trilane.slurm.response import require_responses
+from trilane.utils.masking import secret_in
 from trilane.utils.tables import Record
 from trilane.utils.validation import (
     DATA,
@@ -24,19 +25,13 @@ from trilane.utils.validation import (
 )
 
 SHIPPED = DATA / "sites"
-# Names that end, or have a part that ends, with one of the words, but for those of files and of
-# InfiniBand's partition keys (NCCL_IB_PKEY), unless the value is read where the job runs; a proxy's
-# password. TOKENIZERS_PARALLELISM is none.
-SECRET = re.compile(
-    r"(?<!-)\b(\w*(?<!P)(?:KEY|TOKEN|SECRETS?|PASSW(?:OR)?D|PASSPHRASE|CREDENTIALS?)"
-    r"(?:_(?!FILE|PATH|DIR)\w+)?)="
-    r"""(?!["']?\$|["']?$)|://[^/@\s]+:[^/@\s]+@""",
-    re.IGNORECASE,
-)
-
 # of bash and of the scripts; a line of setup may extend the paths
 OWN_VARIABLES = ("PATH", "PYTHONPATH", "PYTHONSAFEPATH", "IFS", "UID", "EUID", "PPID")
 OWN_PREFIXES = ("SLURM_", "SBATCH_", "SRUN_", "TRILANE_")
+# chdir, gid, uid and wrap, however abbreviated; what bash or each program of a job would load
+OTHER_CODE = re.compile(
+    r"(?:^--(?:ch|gi|ui|wr)\w*|\b(?:BASH_ENV|ENV|LD_PRELOAD|LD_AUDIT|SHELLOPTS|BASHOPTS))(?==|$)"
+)
 
 
 def require_form(form: str, name: str, text: str) -> None:
@@ -128,31 +123,33 @@ class Site:
         require(bool(self.name), "site.name", repr(self.name), "must be a name")
         require_line("site.name", self.name)
         require_line("site.cluster", self.cluster)
+        self._require_harmless()  # before a message quotes a secret
         _require_rules(self, "site.")
         for folder in self.local:
             require_path("site.local", folder)
         if self.cluster and not self.cluster.endswith(".json"):
             require_known("site.cluster", self.cluster, hardware.catalogue())
-        self._require_no_secrets()
         self._require_words()
         require_responses("site.responses", self.responses)
         image = self.container_image
         rule = "and container_image need each other"
         require(bool(self.container) == bool(image), "site.container", self.container, rule)
 
-    def _require_no_secrets(self) -> None:
-        """ValueError for a password or key, which others could read; its value is in no message."""
+    def _require_harmless(self) -> None:
+        """ValueError for a password or key, which others could read, and for what runs something
+        else than the script; a secret's value is in no message.
+        """
         texts = [("env", f"{name}={value}") for name, value in self.env.items()]
         texts += [("setup", line) for line in self.setup]
-        texts += [("sbatch", f"{name}={value}") for name, value in self.sbatch.items()]
+        texts += [("sbatch", f"--{name}={value}") for name, value in self.sbatch.items()]
         texts += [("srun", word) for word in self.srun]
         rule = "looks like a secret, in files that others read: write `export NAME=...` to a file "
         rule += "of mode 600 in $HOME, and `source` it in a line of setup"
         for field, text in texts:
-            secret = SECRET.search(text[:4000])
-            if secret:
-                name = secret[1] or "password in an address"
-                require(False, f"site.{field}", name, rule)
+            secret = secret_in(text)
+            require(not secret, f"site.{field}", secret, rule)
+            other = "".join(OTHER_CODE.findall(text))
+            require(not other, f"site.{field}", other, "would run other code than the script")
 
     def _require_words(self) -> None:
         """ValueError for variables, shell lines and options that are none."""

@@ -15,6 +15,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from trilane.utils.validation import require_new
+
 # of a disk or a quota that is full, or of storage that is away for a while
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE)
 
@@ -158,6 +160,12 @@ def replace_text(path: Path, text: str) -> Path:
     return path
 
 
+def write_new(path: Path, text: str) -> None:
+    """Write a file that is new; FileExistsError where another process has just made it."""
+    with path.open("x", encoding="utf-8") as file:
+        file.write(text)
+
+
 def sync_folder(folder: Path) -> None:
     """Write to the disk what was created, renamed or removed in `folder`; nothing where a file
     system cannot.
@@ -204,8 +212,7 @@ def new_folder(out: Path) -> Iterator[Path]:
     """A folder that gets the name `out` once the block has written all of it; of a failure nothing
     stays.
     """
-    if out.exists():
-        raise ValueError(f"out={out}: exists")
+    require_new("out", out)
     aside = out.with_name(f".{out.name}.{secrets.token_hex(4)}")
     try:
         aside.mkdir(parents=True)

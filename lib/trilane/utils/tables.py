@@ -13,6 +13,7 @@ from datetime import date
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar
 
+from trilane.utils.masking import masked
 from trilane.utils.numbers import amount
 
 if TYPE_CHECKING:
@@ -270,9 +271,11 @@ class Html(Markup):
 
 
 def printable(text: str) -> str:
-    """`text`, which may come from a file, without escape sequences, control and bidirectional
-    marks: those become blanks; line ends and tabs stay.
+    """`text`, which may come from a file, without secrets, escape sequences, control and
+    bidirectional marks: those become blanks; line ends and tabs stay. All text of commands and
+    reports passes here.
     """
+    text = masked(text)
     if text.isprintable():
         return text
     # ECMA-48, 5.4 and 5.6

@@ -17,6 +17,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from trilane.utils.masking import masked
 from trilane.utils.tables import T, as_json, middle, one_line
 
 DATA = Path(__file__).parents[1] / "data"  # the files that ship with trilane
@@ -33,7 +34,7 @@ def require(ok: bool, field: str, value: object, rule: str) -> None:
 
 def shown(value: object, most: int = 300) -> str:
     """A value as one line for a message, the middle of a long one left out."""
-    return one_line(middle(str(value), most))
+    return one_line(middle(masked(str(value)), most))
 
 
 def require_line(field: str, value: str) -> None:
@@ -226,6 +227,13 @@ def require_file(field: str, path: Path) -> None:
 def require_folder(field: str, path: Path) -> None:
     """Raise ValueError unless `path` is a folder."""
     require(path.is_dir(), field, path, "no such folder")
+
+
+def require_new(field: str, path: Path, remedy: str = "name another file") -> None:
+    """Raise ValueError where there is anything at `path`, also a link that leads nowhere: nothing
+    that trilane did not make is written over.
+    """
+    require(not os.path.lexists(path), field, path, f"exists; {remedy}")
 
 
 def parse_count(field: str, text: str) -> float:

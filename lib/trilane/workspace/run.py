@@ -94,10 +94,12 @@ class Run:
         return list(dict.fromkeys(event["id"] for event in self.events(kind)))
 
     def unended(self) -> list[Event]:
-        """The starts of jobs that have recorded no end since, or that go on after it."""
+        """The starts of jobs of this folder that have recorded no end since, or that go on after
+        it.
+        """
         starts: list[Event] = []
-        for event in self.events("started", "ended", "response"):
-            if event["event"] == "ended":
+        for event in self.events("started", "ended", "response", "elsewhere"):
+            if event["event"] in ("ended", "elsewhere"):
                 starts = [start for start in starts if start["id"] != event["id"]]
             elif event["event"] == "started" or event["again"]:
                 starts.append(event)

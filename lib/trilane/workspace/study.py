@@ -17,6 +17,7 @@ from trilane.config.model import ModelShape
 from trilane.config.plan import DERIVED, Plan, plan_from_json
 from trilane.config.shapes import read_shape
 from trilane.utils.folder_lock import FolderLock
+from trilane.utils.masking import masked
 from trilane.utils.process import python, run
 from trilane.utils.tables import Record, csv_text
 from trilane.utils.validation import from_mapping, parse_integers, read_object, require
@@ -89,7 +90,8 @@ class Study(Record):
             if _holds(path, json.loads(json.dumps(values)), "made_by"):
                 return path
             made = {"notebook": made_by, **stamp(), "read": self.read}
-            return write_text(path, json.dumps({**values, "made_by": made}, indent=1) + "\n")
+            text = json.dumps({**values, "made_by": made}, indent=1)
+            return write_text(path, masked(text) + "\n")
 
     def _one_writer(self) -> contextlib.AbstractContextManager[object]:
         # of two processes that save at a time each keeps the other's version

@@ -7,6 +7,7 @@ beside the others.
 """
 
 import importlib
+import json
 import os
 import platform
 import statistics
@@ -16,7 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from trilane.config.cluster import Cluster, Gpu
-from trilane.utils.validation import print_refusal, require, to_mapping
+from trilane.utils.files import write_new
+from trilane.utils.validation import print_refusal, require, require_new, to_mapping
 
 PROCESSES = 8  # of a machine without GPUs
 RANKS = 4  # that measure it
@@ -30,7 +32,7 @@ def main(argv: list[str]) -> int:
     is_alone = "RANK" not in os.environ and os.environ.get("SLURM_STEP_NUM_TASKS", "1") == "1"
     try:
         require(path.suffix == ".json", "out", out, "must end in .json")
-        require(not path.exists(), "out", path, "exists")
+        require_new("out", path)
         require(path.absolute().parent.is_dir(), "out", path, "its folder does not exist")
         if is_alone:  # torch is not imported yet
             _start_ranks(path)
@@ -70,9 +72,7 @@ def _measure(path: Path, processes: int) -> None:
     world = worlds.start_process_group("fp32")
     cluster = measured(world, context, path.stem, processes)
     if world.is_first:
-        from trilane_engine.report import write_json  # with megatron-core
-
-        write_json(path, to_mapping(cluster))
+        write_new(path, json.dumps(to_mapping(cluster), indent=2) + "\n")
     torch.distributed.destroy_process_group()
 
 

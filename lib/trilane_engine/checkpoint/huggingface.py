@@ -29,7 +29,7 @@ from trilane.config.model import ModelShape
 from trilane.config.shapes import Family, family_of
 from trilane.utils.files import replace_text
 from trilane.utils.tables import one_line
-from trilane.utils.validation import from_mapping, require
+from trilane.utils.validation import from_mapping, require, require_new
 from trilane.workspace import checkpoints
 from trilane_engine.checkpoint.slices import assemble
 from trilane_engine.data.corpus import tokenizer as read_tokenizer
@@ -103,7 +103,7 @@ def export(checkpoint: Path, out: Path, tokenizer: str = "", most_bytes: int = 1
     if coder:
         rule = f"the tokenizer has {coder.vocab_size} ids"
         require(coder.vocab_size <= shape.vocab_size, "vocab_size", shape.vocab_size, rule)
-    require(not out.exists(), "out", out, "exists")
+    require_new("out", out)
     meta = _meta(family, shape)
     whole = whole_sizes(shape)
     split = split_torch_state_dict_into_shards(
