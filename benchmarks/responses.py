@@ -54,9 +54,7 @@ class Outcome:
     def row(self, way: str) -> str:
         right = "yes" if self.left == self.wanted else f"no: {self.wanted or 'none'}"
         left = self.left or "none"
-        return (
-            f"| {way} | {self.verdict_s:.0f} | {self.again_s:.0f} | {left} | {right} | {self.says} |"
-        )
+        return f"| {way} | {self.verdict_s:.0f} | {self.again_s:.0f} | {left} | {right} | {self.says} |"
 
 
 class Trial:
@@ -107,7 +105,9 @@ class Trial:
     def _goes_on(self) -> bool:
         starts = [path.stat().st_mtime for path in self.folder.glob("attempts/*")]
         steps = self.folder / "steps.jsonl"
-        return bool(starts) and iteration(self.folder) > 0 and steps.stat().st_mtime > max(starts) + 3
+        return (
+            bool(starts) and iteration(self.folder) > 0 and steps.stat().st_mtime > max(starts) + 3
+        )
 
     def log(self) -> str:
         return (self.folder / "run.log").read_text()[-2000:]
@@ -163,9 +163,15 @@ def slow(trial: Trial) -> Outcome:
 def unseen(trial: Trial) -> Outcome:
     """The node is left out before ranks start: the next iteration is the first."""
     node = "jz-a100-2"
-    pid = int((Path(trial.cluster.env["LOCAL_SLURM_DIR"]) / f"run/slurmd.{node}.pid").read_text().split()[0])
+    pid = int(
+        (Path(trial.cluster.env["LOCAL_SLURM_DIR"]) / f"run/slurmd.{node}.pid")
+        .read_text()
+        .split()[0]
+    )
     place = trial.folder.parent
-    subprocess.run(["nsenter", "-t", str(pid), "-m", "mount", "-t", "tmpfs", "none", place], check=True)
+    subprocess.run(
+        ["nsenter", "-t", str(pid), "-m", "mount", "-t", "tmpfs", "none", place], check=True
+    )
     begin = time.monotonic()
     try:
         trial.begin()
@@ -228,7 +234,9 @@ def main() -> None:
     asked = parser.parse_args().ways
     root = Path(tempfile.mkdtemp(prefix="responses-"))
     print(f"{date.today()}, {os.cpu_count()} cores, Python {platform.python_version()}")
-    print("| planted | verdict after s | then again after s | left | right | line |\n|---|--:|--:|---|---|---|")
+    print(
+        "| planted | verdict after s | then again after s | left | right | line |\n|---|--:|--:|---|---|---|"
+    )
     try:
         with disk(root / "disk"), contextlib.contextmanager(started)() as cluster:
             with mock.patch.dict(os.environ, cluster.variables):

@@ -27,7 +27,7 @@ from trilane.workspace.heartbeat import (
     place,
     start_id,
 )
-from trilane.workspace.pace import RESTART, Pace, PaceMeter, slowness
+from trilane.workspace.pace import RESTART, Pace, slowness
 from trilane.workspace.status import known_status
 from trilane_diagnose import capture
 from trilane_diagnose.evidence import read_folder
@@ -108,32 +108,6 @@ def test_a_slow_node_is_named_once_all_report_it_and_left_for_a_spare(
     assert news(1.2) == ""
     assert news(0) == "as fast as usual again, since iteration 30"
     assert slowness(tmp_path) == ("", ()) and not (tmp_path / "save").exists()
-
-
-@pytest.mark.parametrize(("usual_s", "burst"), [(0.03, 8.0), (3.0, 1.7)])
-def test_a_run_is_slow_once_a_restart_would_have_cost_less_not_by_bursts_of_other_work(
-    usual_s: float, burst: float
-) -> None:
-    """By seconds, whatever an iteration takes, and not forgotten for some quick iterations."""
-    meter = PaceMeter()
-
-    def trained(seconds: float, factor: float = 1.0) -> float:
-        """What is lost after so many seconds of iterations that take so many times as long."""
-        lost = 0.0
-        for number in range(max(1, round(seconds / usual_s / factor))):
-            lost = meter.add(8, usual_s * factor * (1 + 0.01 * (number % 3)), {}).lost
-        return lost
-
-    trained(60.0)
-    for _ in range(10):
-        assert trained(2.0, factor=burst) < 0.1
-        assert trained(18.0) < 0.1
-    passed = 0
-    while trained(10.0, factor=8.0) < 1:
-        trained(0.1)
-        passed += 10
-    assert passed < 60
-    assert trained(1.0) > 0.9 and trained(600.0) == 0
 
 
 STUCK = """

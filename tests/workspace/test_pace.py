@@ -6,15 +6,15 @@ from pathlib import Path
 
 import pytest
 
-from trilane.workspace.pace import LATE, PaceMeter, note, slowness
+from trilane.workspace.pace import PaceMeter, note, slowness
 
 
-def late(*seconds: float, samples: tuple[int, ...] = ()) -> int:
-    """How many of the last iterations were late."""
+def lost(*seconds: float, samples: tuple[int, ...] = ()) -> float:
+    """What these iterations lose, in restarts of 30 s."""
     meter = PaceMeter()
     for number, time in enumerate(seconds):
         pace = meter.add((samples or (8,) * len(seconds))[number], time, {"forward-compute": time})
-    return pace.late
+    return pace.lost
 
 
 USUAL = (1.0, 1.02, 0.98) * 10
@@ -22,22 +22,43 @@ USUAL = (1.0, 1.02, 0.98) * 10
 
 @pytest.mark.parametrize(
     ("seconds", "expected"),
-    [
-        ((1.3,) * LATE, LATE),
-        ((1.05,) * LATE, 0),
-        ((9.0,) * 9 + (1.0,) * 3, 0),
-        ((9.0,) * 9 + (1.0, 9.0), LATE),
-    ],
-    ids=["slow", "a twentieth", "back in time", "but for one"],
+    [((1.3,) * 10, 0.1), ((1.05,) * 10, 0.0), ((9.0,) * 4, 1.067), ((9.0,) * 99, 2.0)],
+    ids=["slow", "a twentieth", "a restart would have been cheaper", "at most two restarts"],
 )
-def test_ten_iterations_above_the_median_and_its_spread_are_slow(
-    seconds: tuple[float, ...], expected: int
+def test_what_is_late_above_the_median_and_its_spread_is_lost(
+    seconds: tuple[float, ...], expected: float
 ) -> None:
-    assert late(*USUAL, *seconds) == expected
+    assert lost(*USUAL, *seconds) == expected
+
+
+@pytest.mark.parametrize(("usual_s", "burst"), [(0.03, 8.0), (3.0, 1.7)])
+def test_a_run_is_slow_once_a_restart_would_have_cost_less_not_by_bursts_of_other_work(
+    usual_s: float, burst: float
+) -> None:
+    """By seconds, whatever an iteration takes, and not forgotten for some quick iterations."""
+    meter = PaceMeter()
+
+    def trained(seconds: float, factor: float = 1.0) -> float:
+        """What is lost after so many seconds of iterations that take so many times as long."""
+        lost = 0.0
+        for number in range(max(1, round(seconds / usual_s / factor))):
+            lost = meter.add(8, usual_s * factor * (1 + 0.01 * (number % 3)), {}).lost
+        return lost
+
+    trained(60.0)
+    for _ in range(10):
+        assert trained(2.0, factor=burst) < 0.1
+        assert trained(18.0) < 0.1
+    passed = 0
+    while trained(10.0, factor=8.0) < 1:
+        trained(0.1)
+        passed += 10
+    assert passed < 60
+    assert trained(1.0) > 0.9 and trained(600.0) == 0
 
 
 def test_a_ramp_of_the_batch_is_no_slowness() -> None:
-    assert late(*USUAL, *(1.9,) * LATE, samples=(8,) * 30 + (16,) * LATE) == 0
+    assert lost(*USUAL, *(1.9,) * 10, samples=(8,) * 30 + (16,) * 10) == 0
 
 
 def test_the_last_event_counts_and_half_a_line_does_not(tmp_path: Path) -> None:
