@@ -238,16 +238,18 @@ def main() -> None:
         "| planted | verdict after s | then again after s | left | right | line |\n|---|--:|--:|---|---|---|"
     )
     try:
-        with disk(root / "disk"), contextlib.contextmanager(started)() as cluster:
-            with mock.patch.dict(os.environ, cluster.variables):
-                for way in asked:
-                    cluster.clean()
-                    place = root / ("disk" if way == "disk full" else "runs")
-                    place.mkdir(exist_ok=True)
-                    trial = Trial(cluster, place / way.replace(" ", "-"), root / "data")
-                    outcome = WAYS[way](trial)
-                    trial.end()
-                    print(outcome.row(way), flush=True)
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(disk(root / "disk"))
+            cluster = stack.enter_context(contextlib.contextmanager(started)())
+            stack.enter_context(mock.patch.dict(os.environ, cluster.variables))
+            for way in asked:
+                cluster.clean()
+                place = root / ("disk" if way == "disk full" else "runs")
+                place.mkdir(exist_ok=True)
+                trial = Trial(cluster, place / way.replace(" ", "-"), root / "data")
+                outcome = WAYS[way](trial)
+                trial.end()
+                print(outcome.row(way), flush=True)
     finally:
         shutil.rmtree(root, ignore_errors=True)
 

@@ -2,6 +2,7 @@
 it for what.
 """
 
+import functools
 import math
 import os
 import signal
@@ -213,8 +214,9 @@ def test_a_run_leaves_a_slow_node_at_once_and_saves_again_once_the_disk_has_room
     asked.retry(8)
     seen = []
     for second, free in ((1.0, 9), (59.0, 9), (61.0, 7), (62.0, 9), (122.0, 9)):
-        monkeypatch.setattr(loop, "time", types.SimpleNamespace(monotonic=lambda: second))
-        monkeypatch.setattr(loop, "free_bytes", lambda _: free)
+        clock = types.SimpleNamespace(monotonic=functools.partial(float, second))
+        monkeypatch.setattr(loop, "time", clock)
+        monkeypatch.setattr(loop, "free_bytes", {tmp_path: free}.__getitem__)
         asked._end = math.inf
         seen.append(asked.pending())
     assert seen == [0, 0, 0, 0, 2]

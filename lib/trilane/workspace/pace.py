@@ -59,9 +59,9 @@ class PaceMeter:
         """Add an iteration with this rank's seconds by phase; the pace with it.
 
         It is late above five robust standard deviations more than the median, at least a tenth of
-        it, and always at twice the median. What late iterations lose is summed up, and what is in time pays CALM of itself back, as in
-        Page's cumulative sum (Biometrika 41, 1954): a run is slow once a restart would have cost
-        less, so that it loses at most twice what it must.
+        it, and always at twice the median. What late iterations lose is summed up, and what is in
+        time pays CALM of itself back, as in Page's cumulative sum (Biometrika 41, 1954): a run is
+        slow once a restart would have cost less, so that it loses at most twice what it must.
         """
         if not self._restart_s:
             self._restart_s = max(LEAST_RESTART_S, time.monotonic() - self._begin)
