@@ -16,15 +16,11 @@ from trilane_diagnose.hang import diagnose_hang
 LOGS = (".log", ".out", ".err", ".gz")
 Row = dict[str, str]  # of SLURM's accounting
 WEAK = (Status.CANCELLED, Status.CRASHED, Status.COMPLETED, Status.RUNNING)
-STATES = {
-    **attempt.REASONS,
-    "COMPLETED": Status.COMPLETED,
-    "FAILED": Status.CRASHED,
-    "RUNNING": Status.RUNNING,
-}
+STATES = attempt.REASONS | {"FAILED": Status.CRASHED}
+STATES |= {"COMPLETED": Status.COMPLETED, "RUNNING": Status.RUNNING}
 NOWHERE = "None assigned"  # of a job that never ran
-# those of which sacct cuts 128 off where a shell reports them
-SIGNALS = ("6", "7", "8", "9", "11", "15")
+# of a shell whose program was ended by a signal sacct leaves 128 out
+CUT = ("6:0", "9:0", "11:0", "15:0")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,16 +117,16 @@ def _accounted(accounts: list[Row]) -> tuple[Status | None, list[str]]:
     SLURM marks a step CANCELLED, too, of which a task was ended by a signal. A job that was
     requeued has rows for each time that it ran.
     """
-    runs: list[list[Row]] = []
-    for row in accounts:
-        if not runs or "." not in row["JobID"]:
-            runs.append([])
-        runs[-1].append(row)
-    runs = [rows for rows in runs if STATES.get(_state(rows[0])) and rows[0]["NodeList"] != NOWHERE]
-    if not runs:
+    ran = []
+    for number, row in enumerate(accounts):
+        has_run = _state(row) in STATES and row["NodeList"] != NOWHERE
+        if "." not in row["JobID"] and has_run:
+            ran.append(number)
+    if not ran:
         return None, []
-    own, *steps = runs[-1]
-    row = own
+    row, *rest = accounts[ran[-1] :]
+    steps = [step for step in rest if step["JobID"].startswith(f"{row['JobID']}.")]
+    is_killed = any(_state(step) == "CANCELLED" for step in steps)
     for step in steps:
         if STATES.get(_state(step), Status.CANCELLED) not in WEAK:
             row = step
@@ -138,15 +134,11 @@ def _accounted(accounts: list[Row]) -> tuple[Status | None, list[str]]:
     code = row.get("ExitCode") or "unknown"
     where = f"job {row['JobID']}: {row['State']} on {row['NodeList']}"
     lines = [f"{status}: {where}, exit code {code}"]
-    number = code.removesuffix(":0")
-    if status is Status.CRASHED:
-        # with --kill-on-bad-exit srun ends with the code of those that it killed
-        is_killed = any(_state(step) == "CANCELLED" for step in steps)
-        if is_killed or number in ("15", "143"):
-            lines.append("a task was ended by a signal; the exit code of the first is not known")
-        if number in SIGNALS:
-            other = 128 + int(number)
-            lines.append(f"{code} is exit code {number} or {other}; scontrol show job has which")
+    # with --kill-on-bad-exit srun ends with 143, the code of those that it killed
+    if status is Status.CRASHED and (is_killed or code in ("15:0", "143:0")):
+        lines.append("a task was ended by a signal; the exit code of the first is not known")
+    if status is Status.CRASHED and code in CUT:
+        lines.append(f"{code} may be 128 more; scontrol show job has the exit code")
     return status, lines
 
 

@@ -24,6 +24,7 @@ BAD = [
         "calibrate rows.csv --cluster h200 -o plan.json",
         "output=plan.json: exists; name another file",
     ),
+    ("debug bisect plan.json --out plan.json", "out=plan.json: exists; name another"),
     (f"{SEARCH} --gbs 8 --tp 3", "tp=3: no tp x pp x dp with the pinned sizes makes gpus=8"),
     (
         f"{SEARCH} --gbs 8 --cluster jz-v100-32g --precision bf16",

@@ -33,7 +33,7 @@ TRACEBACK = "[rank12]: Traceback (most recent call last):\n[rank12]: ValueError:
             "host memory: job 7.0",
         ),
         ("", f"7|FAILED|{END}|1:0|g\n7.0|CANCELLED|{END}|0:15|g\n", "crashed: job 7: FAILED"),
-        ("", f"7|FAILED|{END}|9:0|g\n", "crashed: job 7: FAILED on g, exit code 9:0\n9:0 is exit"),
+        ("", f"7|FAILED|{END}|9:0|g\n", "crashed: job 7: FAILED on g, exit code 9:0\n9:0 may"),
         ("", f"7|NODE_FAIL|{END}|1:0|g\n7|COMPLETED|{END}|0:0|h\n", "completed: job 7"),
         ("", f"7|REQUEUED|{END}|0:0|g\n7.batch|CANCELLED|{END}|0:15|g\n", "cannot be determined"),
         ("", f"7|TIMEOUT|{END}|0:0|g\n8|CANCELLED by 1|{END}|0:0|None assigned\n", "time limit"),

@@ -89,6 +89,15 @@ def test_a_job_that_died_before_it_trained_is_shown_with_what_its_script_printed
     assert capsys.readouterr().out.rstrip().endswith(line)
 
 
+def test_no_link_out_of_a_run_folder_is_followed(commands: Commands, folder: Path) -> None:
+    (folder.parent / "private").write_text("what only I may read\n")
+    for name in ("run.log", "slurm-77.out"):
+        (folder / name).symlink_to(folder.parent / "private")
+    for state in ("77 RUNNING", "77 FAILED"):
+        queue(commands, state)
+        assert "a link that leads out of the run folder" in one(folder).evidence
+
+
 def test_a_cut_ledger_and_a_deleted_plan_start_no_second_training(
     commands: Commands, folder: Path, capsys: pytest.CaptureFixture
 ) -> None:

@@ -1,5 +1,6 @@
 """The pre-flight check refuses what would be paid for in GPU hours: each rule, with its remedy."""
 
+import struct
 from collections.abc import Callable, Collection
 from dataclasses import replace
 from pathlib import Path
@@ -24,6 +25,7 @@ from trilane.utils.validation import to_mapping
 from trilane.workspace.checkpoints import name_of, write_manifest
 from trilane.workspace.run import Run
 from trilane.workspace.status import RunStatus, write_status
+from trilane_engine.data.corpus import HEADER, MAGIC
 
 A100, V100 = site("jean-zay-a100"), site("jean-zay-v100-32g")
 TOPOLOGY = {"tp": 2, "pp": 2, "dp": 4, "mbs": 4, "gbs": 512, "precision": "bf16"}
@@ -82,10 +84,20 @@ def levels(found: list[JobFinding], rule: str) -> list[str]:
 def good(folder: Path, **changes: Any) -> Plan:
     """The plan with a corpus of its own and a learning rate of its size."""
     corpus = folder.parent / "corpus"
-    for ending in ("bin", "idx"):
-        corpus.with_suffix(f".{ending}").touch()
+    corpus.with_suffix(".bin").write_bytes(bytes(8))
+    head = HEADER.pack(MAGIC, 1, 8, 1, 1)  # one document of four uint16
+    corpus.with_suffix(".idx").write_bytes(head + struct.pack("<iqq", 4, 0, 1))
     data = {"source": str(corpus), "split": "949,50,1"}
     return plan(data=data, optimizer=Optimizer(lr=2e-4, min_lr=2e-5), **changes)
+
+
+def test_a_truncated_index_is_one_refused_line(folder: Path) -> None:
+    p = good(folder)
+    index = Path(f"{p.data.source}.idx")
+    index.write_bytes(index.read_bytes()[:-1])
+    (found,) = findings(folder, p)
+    assert (found.rule, found.level) == ("data", REFUSAL)
+    assert "corpus.idx: is truncated: 53 bytes" in found.message
 
 
 def test_nothing_is_found_about_a_good_plan(folder: Path) -> None:

@@ -140,6 +140,8 @@ def watch(
     or SLURM does not answer.
     """
     folders = folders_of(runs)
+    files = "plan.json, jobs.jsonl, status.json, steps.jsonl, run.log, slurm-*.out"
+    note([f"reads squeue, sacct and {files} of {len(folders)} run folders, from {folders[0]}"])
     for line in jobs.watch(folders, every, seconds):
         print(one_line(line), flush=True)
     client.require_answer()

@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from trilane.logs.run import RunLog, read_log
-from trilane.utils.files import read_text
+from trilane.utils.files import is_inside, read_text
 from trilane.workspace.status import RunStatus, Status, known_status, verdict
 
 SIGNALS = {-number.value: number.name for number in signal.Signals}
@@ -54,7 +54,7 @@ def judge(folder: Path, code: int, seconds: float, done: int = 0) -> RunStatus:
 def last_log(folder: Path) -> RunLog | None:
     """run.log from its last START line on, parsed; None where there is nothing to parse."""
     path = folder / "run.log"
-    if not path.is_file():
+    if not path.is_file() or not is_inside(folder, path):
         return None
     text = path.read_bytes()
     begin = max(text.rfind(b"\nSTART "), 0)

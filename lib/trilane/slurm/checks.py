@@ -17,6 +17,7 @@ from trilane.costmodel.trace import trace_of
 from trilane.forecasting.failures import FailureModel, evaluation_s
 from trilane.slurm.script import nodes_of
 from trilane.slurm.sites import JobRequest, Site
+from trilane.utils.hooks import hook
 from trilane.workspace.checkpoints import checkpoint_bytes, found_in
 from trilane.workspace.continuation import require_continuable
 from trilane.workspace.prepared_corpora import BUILT_IN, existing_pair, unprepared
@@ -197,8 +198,13 @@ def data(job: JobCheck) -> Findings:
     parts = job.plan.data.parts
     sources = [part.source for part in parts if part.source not in BUILT_IN]
     tokenizer = job.plan.data.tokenizer
-    has_pairs = all(existing_pair(str(base / part.source)) for part in parts)
-    tokenizers = [] if tokenizer == "bytes" or has_pairs else [tokenizer]
+    pairs = [existing_pair(str(base / part.source)) for part in parts]
+    for pair in filter(None, pairs):
+        try:
+            hook("check_pair")(pair)
+        except ValueError as error:  # before nodes find it
+            yield refusal("data", str(error), "copy or prepare it again")
+    tokenizers = [] if tokenizer == "bytes" or all(pairs) else [tokenizer]
     for place in (*sources, *tokenizers):
         if not any((base / (place + ending)).exists() for ending in ("", ".idx", ".bin")):
             message = f"data={place}: no such file, folder or .bin/.idx pair"

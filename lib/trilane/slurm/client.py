@@ -83,7 +83,7 @@ class JobState:
         A folder that is not there any more was moved here. What SLURM does not say speaks for
         `home`.
         """
-        if self.name == job_name(home):
+        if self.name and self.name == job_name(home):
             return True
         if self.folder:
             return not os.path.isdir(self.folder) or os.path.samefile(self.folder, home)

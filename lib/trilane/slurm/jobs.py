@@ -17,7 +17,7 @@ from trilane.slurm.attempt import status_of
 from trilane.slurm.client import ELSEWHERE, FORGOTTEN, JobState
 from trilane.slurm.script import SCRIPT, render
 from trilane.slurm.sites import JobRequest, Site
-from trilane.utils.files import free_bytes, read_text
+from trilane.utils.files import free_bytes, is_inside, read_text
 from trilane.utils.folder_lock import FolderLock
 from trilane.utils.tables import DataFrame, Table, as_json, middle
 from trilane.utils.validation import require
@@ -277,7 +277,7 @@ def _status(run: Run, states: Sequence[JobState]) -> JobStatus:
     found = _verdict(run, current)
     iterations = 0
     try:
-        iterations = run.plan.run.goal
+        iterations = run.goal
     except ValueError as error:  # the plan was deleted or damaged while a job waits or runs
         found = replace(found, evidence=str(error))
     return JobStatus(
@@ -328,7 +328,7 @@ def _verdict(run: Run, job: JobState) -> RunStatus:
         slow, nodes = pace.slowness(run.folder)
         alarms = [alarm(run.folder, NOT_FINITE), alarm(run.folder, NOT_SAVED), slow]
         alarms += [_full_disk(run), _response(run, job.id)]
-        evidence = "; ".join(filter(None, alarms)) or "".join(_tail(run.folder / "run.log", 1))
+        evidence = "; ".join(filter(None, alarms)) or "".join(_tail(run.folder, "run.log", 1))
         return replace(status_of(Status.RUNNING, evidence), exclude=",".join(nodes))
     # the files in the folder are of the last job that started, ended or was refused there
     events = run.events("started", "ended", "refused")
@@ -341,7 +341,7 @@ def _verdict(run: Run, job: JobState) -> RunStatus:
     log = None
     if is_last and not written and not scheduler:
         log = last_log(run.folder)
-    otherwise = _unexplained(run, job)
+    otherwise = written or _unexplained(run, job)
     return verdict(code=None, written=written, scheduler=scheduler, log=log, otherwise=otherwise)
 
 
@@ -373,21 +373,23 @@ def _unexplained(run: Run, job: JobState) -> RunStatus:
     is_forgotten = job.state == FORGOTTEN
     # without a plan nobody knows
     with contextlib.suppress(ValueError):
-        done = attempt.finished(run)
-        if done and (is_forgotten or job.state == "COMPLETED"):
+        if (is_forgotten or job.state == "COMPLETED") and (done := attempt.finished(run)):
             return status_of(Status.COMPLETED, done)
     for event in run.events("refused"):
         if event["id"] == job.id:
             return status_of(Status.STOPPED, event["says"])
     evidence = f"SLURM: {job.state}; the log gives no reason"
-    printed = run.folder / f"slurm-{job.id}.out"
-    lines = [line for line in _tail(printed, 20) if line.strip()]
+    printed = f"slurm-{job.id}.out"
+    lines = [line for line in _tail(run.folder, printed, 20) if line.strip()]
     if lines:
-        evidence = f"{printed.name}: {lines[-1].strip()}"
+        evidence = f"{printed}: {lines[-1].strip()}"
     return status_of(Status.UNFINISHED if is_forgotten else Status.CRASHED, evidence)
 
 
-def _tail(path: Path, lines: int) -> list[str]:
+def _tail(folder: Path, name: str, lines: int) -> list[str]:
+    path = folder / name
+    if not is_inside(folder, path):
+        return [f"{name} is a link that leads out of the run folder"]
     return read_text(path, 400 * lines).splitlines()[-lines:]
 
 

@@ -37,6 +37,11 @@ def read_text(path: Path, last: int = 0) -> str:
         raise ValueError(f"file={path}: cannot be read ({error.strerror})") from None
 
 
+def is_inside(folder: Path, path: Path) -> bool:
+    """Whether no link on the way to `path` leads out of the folder, to what nobody asked for."""
+    return Path(os.path.realpath(path)).is_relative_to(os.path.realpath(folder))
+
+
 def json_lines(text: str) -> list[dict[str, Any]]:
     """The JSON objects in the lines of a text; lines that a killed process or a crash damaged are
     skipped.

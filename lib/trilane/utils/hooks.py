@@ -10,6 +10,8 @@ HOOKS = {
     # what 04 and 05 show
     "breaks": "trilane_diagnose.continuity:find_breaks",
     "hang_grid": "trilane_diagnose.plots:hang_grid",
+    # what reads a .bin/.idx pair
+    "check_pair": "trilane_engine.data.corpus:check_pair",
     # what a training on this machine calls: at its begin, at each check, at its end
     "monitor": "trilane_diagnose.watchdog:HangMonitor",
 }

@@ -27,20 +27,19 @@ VALUES = (
 )
 VALUE = "|".join(VALUES)
 # unless its value is read where the job runs
-ASSIGNED = re.compile(rf"""{NAME}=(?!["']?\$|["']?$)""", re.IGNORECASE)
-FORM = re.compile(VALUE)
+SECRET = re.compile(rf"""{NAME}=(?!["']?\$|["']?$)|{VALUE}""", re.IGNORECASE)
 # what a variable gets, in a shell or in JSON; a word in small letters may be no secret
 IN_TEXT = re.compile(rf"""{NAME}(=["']?|["']\s?:\s?["'])[^\s"',;$\\][^\s"',;\\]*|{VALUE}""")
 
 
 def secret_in(text: str) -> str:
     """The name of the first secret in a text, or what it looks like; "" where there is none."""
-    if assigned := ASSIGNED.search(text):
-        return assigned[1]
-    if form := FORM.search(text):
-        is_in_address = text[: form.start()].endswith("://")
-        return "password in an address" if is_in_address else "token or key"
-    return ""
+    secret = SECRET.search(text)
+    if secret is None:
+        return ""
+    if text.startswith("@", secret.end()):
+        return "password in an address"
+    return secret[1] or "token or key"
 
 
 def masked(text: str) -> str:

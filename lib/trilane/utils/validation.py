@@ -117,11 +117,14 @@ def from_mapping(kind: type[T], values: Any, where: str) -> T:
         defaults = (field.default, field.default_factory)
         ok = field.name in values or defaults != (dataclasses.MISSING, dataclasses.MISSING)
         require(ok, f"{where}.{field.name}", "missing", "is required")
-    hints = typing.get_type_hints(kind)
+    hints = _hints(kind)  # type: ignore[arg-type]
     arguments = {
         name: _value(hints[name], value, f"{where}.{name}") for name, value in values.items()
     }
     return kind(**arguments)
+
+
+_hints = functools.cache(typing.get_type_hints)  # which evaluates each name anew
 
 
 def _value(hint: Any, value: Any, where: str) -> Any:

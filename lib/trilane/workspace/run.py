@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from trilane.config.plan import Plan, plan_from_json, read_plan_values
+from trilane.config.training import Run as Limits
 from trilane.utils.files import (
     free_bytes,
     json_object,
@@ -19,6 +20,7 @@ from trilane.utils.files import (
     set_aside,
 )
 from trilane.utils.tables import one_line
+from trilane.utils.validation import from_mapping
 from trilane.workspace import ledger
 from trilane.workspace.checkpoints import FOLDER, latest
 from trilane.workspace.ledger import Event
@@ -55,6 +57,17 @@ class Run:
         return plan_from_json(self.values)
 
     @cached_property
+    def goal(self) -> int:
+        """The iteration after which nothing is left to do, read without the rest of the plan, of
+        which a status of many runs would take most of its time.
+        """
+        names = ("train_iters", "exit_iteration")
+        given = self.values.get("run", {})
+        if isinstance(given, dict):
+            given = {name: given[name] for name in names if name in given}
+        return from_mapping(Limits, given, "plan.run").goal
+
+    @cached_property
     def status(self) -> RunStatus | None:
         """How the run ended, by status.json; None where that is missing or damaged."""
         return known_status(self.folder)
@@ -75,7 +88,7 @@ class Run:
         if self.status is None or self.status.status is not Status.COMPLETED:
             return False
         try:
-            return not 0 < self.iteration < self.plan.run.goal
+            return not 0 < self.iteration < self.goal
         except (ValueError, OSError):
             return True
 
