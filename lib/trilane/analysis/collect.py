@@ -161,8 +161,8 @@ def measure_all(
     """The runs of the paths and of all below folders among them, in their order, and why others
     hold none.
     """
-    runs: list[Measurement] = []
-    unread: list[str] = []
+    runs = []
+    unread = []
     logs = [log for path in paths for log in below(Path(path))]
     for path in progress(logs, "logs", "log"):
         try:

@@ -82,8 +82,8 @@ def join(logs: Sequence[RunLog], seq_length: int = 0) -> Curve:
     """
     numbered = [log for log in logs if log.first_iteration is not None]
     whole = pd.DataFrame()
-    restarts: list[Restart] = []
-    last: RunLog | None = None
+    restarts = []
+    last = None
     for log in numbered:
         table = _rising(log.iterations)
         if last:

@@ -117,7 +117,7 @@ class Measurement(Record):
         beyond = np.maximum(later - self.sec_per_it, 0)
         losses = log.iterations.reindex(columns=["lm_loss"])["lm_loss"].dropna()
         config = self.config
-        row: dict[str, Any] = dict.fromkeys(SIZES, math.nan)
+        row = dict.fromkeys(SIZES, math.nan)
         if config.shape:
             row["parameters"] = config.shape.parameters
         for name in SIZES[1:]:
@@ -179,7 +179,7 @@ def measure(folder: Path | str) -> Measurement:
     A plan that is none is left out, too.
     """
     log = read_run_folder(folder)
-    plan: Plan | None = None
+    plan = None
     try:
         plan = read_plan(Path(folder) / "plan.json")
     except ValueError as error:

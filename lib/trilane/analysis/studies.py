@@ -96,7 +96,7 @@ def compare_studies(here: Study, names: str = "") -> StudyComparison:
 
 def _facts(study: Study, runs: MeasuredRuns) -> dict[str, str]:
     """Choices and results of a study by name, of the files that it has."""
-    parts: dict[str, dict[str, Any]] = {}
+    parts = {}
     if (study.folder / "plans.json").is_file():
         best = study.load("plans.json", "02_topology")["plans"][0]
         parts["model"] = best["shape"]
@@ -110,7 +110,7 @@ def _facts(study: Study, runs: MeasuredRuns) -> dict[str, str]:
     for run in runs.runs:
         row = run.row()
         parts[f"run {run.name}"] = {name: row[name] for name in MEASURED}
-    facts: dict[str, str] = {}
+    facts = {}
     for record in pd.json_normalize(parts, sep=": ").to_dict("records"):
         for name, value in record.items():
             facts[str(name)] = amount(value) if isinstance(value, float) else str(value)

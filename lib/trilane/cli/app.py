@@ -185,8 +185,8 @@ def command(group: click.Group | None, name: str = "") -> Callable[[Callable], c
         parameters = list(inspect.signature(function).parameters.values())
         # of options with one name the first counts: those of a dictionary come last
         parameters.sort(key=lambda p: _is_open(hints[p.name]))
-        takers = dict[str, inspect.Parameter]()  # what each option is for
-        shown = list[click.Parameter]()
+        takers = {}  # what each option is for
+        shown = []
         for p in parameters:
             for one in parameters_of(p, hints[p.name]):
                 if one.name not in takers:

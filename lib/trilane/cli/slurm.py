@@ -155,7 +155,7 @@ def folders_of(runs: Sequence[str]) -> list[Path]:
     """The run folders that paths, plans' files or studies' names mean, each once; a new one for a
     plan that has none.
     """
-    folders = list[Path]()
+    folders = []
     for run in runs:
         if not Path(run).is_dir() and locate_plan(run)[0].is_file():
             folders.append(run_folder_of(run, True))

@@ -209,7 +209,7 @@ def backtest(
     left_out = "" if cv in (None, "none") else cv
     rule = "contradicts calibration, which is fitted already"
     require(not (left_out and calibration), "cv", cv, rule)
-    sources: Sequence[Source] = [rows_csv]
+    sources = [rows_csv]
     if isinstance(rows_csv, str):
         names = FILES if rows_csv == "all" else [rows_csv]
         sources = [DATA / f"{name}.csv" if name in SHIPPED else name for name in names]
@@ -241,7 +241,7 @@ def leave_one_out(rows: Sequence[MeasuredRow], by: str) -> list[Prediction]:
     require_known("cv", by, LEAVE_OUT)
     key = attrgetter(LEAVE_OUT[by])
     folds = grouped(rows, lambda row: (group_name(row), key(row)))
-    predictions = dict[str, Prediction]()
+    predictions = {}
     for (group, left_out), test in progress(list(folds.items()), f"fits without each {by}", "fit"):
         gone = {r.row_id for r in test} | {r.duplicate_of for r in test}
         group_rows = [r for r in rows if group_name(r) == group and key(r) != left_out]

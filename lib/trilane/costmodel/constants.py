@@ -12,7 +12,7 @@ def card_facts(name: str) -> dict[str, Any]:
     """What was measured of a card (data/cards.json, with sources): of a constant its prior and the
     deviation of its logarithm; of a card that is not there those of "other".
     """
-    cards: dict[str, dict[str, Any]] = shipped_json("cards")["cards"]
+    cards = shipped_json("cards")["cards"]
     return cards.get(name.partition("-")[0], cards["other"])
 
 

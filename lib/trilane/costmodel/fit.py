@@ -93,7 +93,7 @@ def time_errors(
     def errors(logs: np.ndarray) -> np.ndarray:
         predicted = np.empty((*logs.shape[:-1], len(measured)))
         factors = np.moveaxis(np.exp(logs)[..., None], -2, 0)  # (C, ..., 1)
-        values: dict[str, Any] = dict(zip(BOUNDS, factors, strict=False))
+        values = dict(zip(BOUNDS, factors, strict=False))
         for regime, days, factor in zip(regimes, applies, factors[len(BOUNDS) :], strict=True):
             for name in regime.constants:
                 values[name] = values[name] * np.where(days, factor, 1.0)
@@ -152,7 +152,7 @@ def refit(cases: Sequence[Configuration], measured: Sequence[float], prior: Cali
     of more than ten every tenth together.
     """
     problem = _Problem(cases, measured, prior)
-    tried = list[Refit]()
+    tried = []
     for weight in (0.25, 0.5, 1.0):
         after = problem.unseen(weight)
         fitted = problem.calibration(problem.solve(weight), weight, after)

@@ -56,7 +56,7 @@ def matmul_seconds(
     peak = rate * c.matmul
     if cluster.gpu.kind == "cpu":
         return 2 * m * n * k * batch / peak
-    best: Number = np.inf
+    best = np.inf
     # cuBLAS's half-precision kernels and their relative rate: NVIDIA's user guide, section on tile
     # sizes (256 x 128 is the most efficient, 128 x 128 reads more operands per FLOP)
     for tile_m, tile_n, relative in ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.9)):
@@ -72,8 +72,8 @@ def linear_seconds(setting: Setting) -> tuple[Number, Number]:
     """
     seconds = functools.partial(matmul_seconds, setting=setting, rate=linear_flops_per_s(setting))
     m = setting.columns.tokens
-    forward: Number = 0.0
-    backward: Number = 0.0
+    forward = 0.0
+    backward = 0.0
     for n, k in setting.columns.matrices:
         forward = forward + seconds(m, n, k)
         backward = backward + seconds(m, k, n) + seconds(k, n, m)
@@ -228,7 +228,7 @@ def layer_time(setting: Setting) -> LayerTime:
     # more each, guessed
     collectives = 1 + 0.25 * (x.tp > 1) + 0.25 * (x.zero == 3)
     launched = c.host_s * (3 + again) / 4 * collectives
-    host: Number = 0.0
+    host = 0.0
     if cluster.gpu.kind != "cpu":
         host = np.maximum(launched - sum(parts.values()), 0)
     return LayerTime(**parts, overhead=c.launch_s * (3 + again) / 4 * slowdown(setting) + host)

@@ -71,9 +71,9 @@ def read_rows(
     sources: Sequence[Source], cluster: Cluster | str | None = None
 ) -> tuple[list[MeasuredRow], list[Skipped], list[str]]:
     """The rows of each_row() of all sources, those skipped with a reason, and ignored_columns()."""
-    rows = list[MeasuredRow]()
-    skipped = list[Skipped]()
-    ignored = list[str]()
+    rows = []
+    skipped = []
+    ignored = []
     for source in sources:
         for row in each_row(source, cluster):
             if isinstance(row, Skipped):
@@ -189,7 +189,7 @@ def stack_of(engine: str, attention: str) -> str:
 @functools.cache
 def _kinds() -> dict[str, Any]:
     """The type of each column that is no text or a field of ModelShape or Topology."""
-    kinds: dict[str, Any] = {"gpus": int, "sec_per_it": float, "mem_gb": float, "oom": bool}
+    kinds = {"gpus": int, "sec_per_it": float, "mem_gb": float, "oom": bool}
     return kinds | {field.name: field.type for field in (*fields(ModelShape), *fields(Topology))}
 
 

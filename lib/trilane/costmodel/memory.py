@@ -362,7 +362,7 @@ def stage_memory(
         "context": cluster.gpu.context_bytes,
     }
     needed = sum(parts.values())
-    free: Number = 0.0
+    free = 0.0
     if not is_cpu:
         free = np.sqrt(np.maximum(1 - needed / cluster.gpu.memory_bytes, 0))
     return StageMemory(**parts, fragmentation=c.slack * free * needed)

@@ -175,7 +175,7 @@ def predict(
     for line in ignored_columns(plan):
         warnings.warn(f"predict: ignored {line}", stacklevel=2)
     rows = [_row_numbers(row, calibration) for row in each_row(plan, machine)]
-    columns = dict[str, Any]()
+    columns = {}
     for name in ("sec_per_it", "sec_lo", "sec_hi", "memory_gib", "oom_probability"):
         head = name if name == "oom_probability" else f"predicted_{name}"
         columns[head] = [row.get(name, math.nan) for row in rows]
@@ -213,7 +213,7 @@ def predict_rows(rows: Sequence[MeasuredRow], source: str | Calibration = "") ->
     """The predictions of rows, by constants of `source` (see calibration_for); else a row of an
     engine here as a plan of it, and another by what ships for its cluster and stack.
     """
-    constants = dict[tuple[str, str], Calibration]()
+    constants = {}
     predictions = []
     for row in rows:
         case = row.case

@@ -107,7 +107,7 @@ class Recalibration(Table):
         """How many rows count and why others do not, and the errors before and after, a
         line each.
         """
-        lines = list[str]()
+        lines = []
         if self.fit:
             stack = self.prior.stack or self.rows[0].stack or "unnamed software"
             lines.append(f"{len(self.rows)} rows of {stack} used, {len(self.left_out)} not")

@@ -7,7 +7,6 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -139,7 +138,7 @@ def combined(cluster: Cluster, stack: str, fits: Sequence[Fit]) -> Calibration:
     low = [bound.low for bound in bounds]
     high = [bound.high for bound in bounds]
     values = np.clip(np.exp(logs), low, high).tolist()
-    constants: dict[str, Any] = dict(zip(BOUNDS, values, strict=True))
+    constants = dict(zip(BOUNDS, values, strict=True))
     return replace(base, **constants, deviations=tuple(deviations.tolist()), stack="")
 
 
@@ -155,7 +154,7 @@ def prior_of(cluster: Cluster, stack: str) -> Calibration:
     regimes, their factors at the prior, and what the stack is known to do.
     """
     deviations = dict(zip(BOUNDS, Calibration().deviations, strict=True))
-    values = dict[str, Any]()
+    values = {}
     facts = card_facts(cluster.gpu.name)
     for name in facts.keys() & BOUNDS.keys():
         values[name], deviations[name] = facts[name]

@@ -125,7 +125,7 @@ def features(case: Configuration, stack: str, seconds: float) -> dict[str, Any]:
         "software": stack,
         "peak": f"{gpu.compute_capability} {precision}",
     }
-    values: dict[str, Any] = {name: str(value) for name, value in facts.items()}
+    values = {name: str(value) for name, value in facts.items()}
     return values | {"mfu": shape.flops_per_iteration(t.gbs) / peak}
 
 
@@ -139,7 +139,7 @@ def measured() -> tuple[list[dict[str, str]], np.ndarray, np.ndarray, dict[str, 
         rows = [*csv.DictReader(file)]
     sizes = np.array([[float(row[name]) for name in SPANS] for row in rows])
     kinds = np.array([[row[name] for name in KINDS] for row in rows])
-    records = dict[str, float]()
+    records = {}
     for row in sorted(rows, key=lambda row: row["mfu"]):
         records[row["peak"]] = float(row["mfu"] or "inf")
     return rows, _apart(sizes), kinds, records

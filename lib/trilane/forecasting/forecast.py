@@ -103,7 +103,7 @@ class Forecast(Table):
         """The causes of delay: mean days, and the days that one run in twenty exceeds; the worst
         first.
         """
-        rows = list[tuple[str, float, float]]()
+        rows = []
         for name, mean in self.lost_days.items():
             high = float(np.quantile(self.outcomes.lost_s[name], 0.95)) / DAY
             if high > 0:
@@ -164,7 +164,7 @@ class Forecast(Table):
     def _assumed(self) -> list[Json]:
         """Every rate of interruptions and field of the risks with its source."""
         risks = self.request.risks
-        rows = list[Json]()
+        rows = []
         for stop in risks.stops:
             rates = {"node and year": stop.per_node_year, "year": stop.per_year}
             for unit, rate in rates.items():

@@ -178,7 +178,7 @@ class ForecastRequest(Record):
         plan = self.plan
         sizes = np.array([float(phase.gbs) for phase in self.phases])
         columns = columns_of(plan.shape, plan.topology, plan.engine).changed(gbs=sizes)
-        seconds: np.ndarray = iteration_columns(columns, plan.cluster, self.calibration).total
+        seconds = iteration_columns(columns, plan.cluster, self.calibration).total
         return seconds
 
     @cached_property

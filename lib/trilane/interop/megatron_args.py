@@ -76,7 +76,7 @@ def _of_fields(part: Any) -> dict[str, Any]:
     """The fields of a dataclass that have an argument of their own; a default is given where
     programs' may differ.
     """
-    given: dict[str, Any] = {}
+    given = {}
     for field in fields(part):
         name = field.metadata.get("megatron")
         value = getattr(part, field.name)
@@ -105,7 +105,7 @@ def _of_plan(plan: Plan) -> dict[str, Any]:
     topology = plan.topology
     run = plan.run
     ramp = run.ramp
-    values: dict[str, Any] = {
+    values = {
         "max-position-embeddings": shape.seq_length,
         "train-samples": plan.samples,
         "lr-decay-style": "cosine",

@@ -10,7 +10,7 @@ from typing import Any
 from trilane.config.engines import ENGINES, default_attention
 from trilane.config.options import read_field, read_value
 from trilane.config.parallelism import Topology
-from trilane.forecasting.forecast import Forecast, Json
+from trilane.forecasting.forecast import Forecast
 from trilane.forecasting.request import ForecastRequest
 from trilane.planning.search import search
 from trilane.utils.tables import DataFrame, Record, Table
@@ -60,7 +60,7 @@ class Cases(Table):
         """A row for each case: its kind, its name, the numbers of Forecast.figures() and a note."""
         import pandas as pd
 
-        rows = list[Json]()
+        rows = []
         for kind, cases in self.kinds.items():
             for case in cases:
                 numbers = case.forecast.figures()
@@ -81,7 +81,7 @@ def searched(base: Forecast, name: str = "", **changes: Any) -> Iterator[Case]:
     """
     r = base.request
     t = r.plan.topology
-    asked: Json = {choice: getattr(t, choice) for choice in HELD}
+    asked = {choice: getattr(t, choice) for choice in HELD}
     asked |= {"gpus": t.gpus, "gbs": t.gbs, "engine": r.plan.engine, "calibration": r.calibration}
     asked |= changes
     result = search(r.plan.shape, r.plan.cluster, top=5, distinct=True, **asked)
@@ -146,7 +146,7 @@ def asked_case(base: Forecast, text: str) -> Case:
         return simulated(text, r, **{name: before * (1 + share / 100)})
     if name in fields_of:
         return simulated(text, r, **{name: read_field(ForecastRequest, name, value)})
-    given: Any = value
+    given = value
     if name == "gpus":
         given = read_value(name, value, int, {"minimum": 1})
     elif name != "engine":
@@ -171,7 +171,7 @@ def levers(base: Forecast) -> Cases:
         "attention": {"scores", able} - {t.attention},
         "precision": {"fp16", "bf16", "fp8"} - {t.precision},
     }
-    cases = list[Case]()
+    cases = []
     if plan.cluster.gpu.kind == "cuda":
         for choice, others in values.items():
             for value in sorted(others):

@@ -59,7 +59,7 @@ class InTime(Proposals):
 
     def to_json(self, top: int = SHOWN) -> Json:
         """The plans with their costs, and why nothing ends."""
-        limits: Json = {"days": self.limit, "probability": 0.9, "reasons": self.reasons}
+        limits = {"days": self.limit, "probability": 0.9, "reasons": self.reasons}
         return {**super().to_json(top), **limits}
 
     def as_text(self, top: int = SHOWN) -> str:
@@ -80,7 +80,7 @@ def _largest(r: SizeRequest, days: float) -> Proposal | None:
     # with so many tokens a parameter their product is the square of the parameters
     power = 1 / (1 + math.log2(r.tokens_of(2.0) / r.tokens_of(1.0)))
     high = max(min(MOST, _computed(r, days) ** power), 1.01 * low)
-    best = list[Proposal]()
+    best = []
     size = high / 4**power  # half of the peak
     while high > NEAR * low:
         if ended := _some_of_size(size, r, days):
@@ -185,14 +185,14 @@ def best_within(
     count = gpus or min(machine.max_gpus for machine in machines)
     batch = gbs or max(1, round(BATCH / asked.get("seq_length", 2048) / count)) * count
     asked = {"engine": ANY, **asked, "gpus": count, "gbs": batch}
-    requests = list[SizeRequest]()
+    requests = []
     # a search takes seconds: first what is wrong
     for machine, price in zip(machines, each, strict=True):
         require(machine.gpu.kind == "cuda", "cluster", machine.name, "has no GPUs")
         asked |= {"calibration": calibration_for(machine, calibration), "price": price}
         requests.append(SizeRequest(parameters=MOST, cluster=machine, **asked))
-    rows = list[Proposal]()
-    reasons = dict[str, str]()
+    rows = []
+    reasons = {}
     for request in requests:
         largest = _largest(request, days)
         if largest:

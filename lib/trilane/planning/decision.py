@@ -43,7 +43,7 @@ def study_plan(
     """
     if name.endswith(".json"):
         entry = read_plan_values(name)
-        source: Json = {"file": name, "made_by": {}}
+        source = {"file": name, "made_by": {}}
     else:
         found = study.load("plans.json", "02_topology")
         plans = found["plans"]
@@ -116,7 +116,7 @@ class Decision(Table):
         runs out of memory with SAFE probability at most, and has the plan's GPUs and batch.
         """
         failed, _, hours, days = self._rank(self.plan)
-        better = list[Case]()
+        better = []
         for other in self.alternatives.kinds["topology"]:
             rank = self._rank(other)
             saves = rank[0] == failed and rank[2] < (1 - TIE) * hours and rank[3] <= days
@@ -159,7 +159,7 @@ class Decision(Table):
         """What the plan fails, what the fastest of a search fails where it is not chosen, what the
         change costs.
         """
-        lines = list[str]()
+        lines = []
         if self.is_stale:
             lines.append("plans.json was written again since this forecast: run 07_calendar again")
         asked = "the plan asked for"
@@ -187,7 +187,7 @@ class Decision(Table):
         it keeps one.
         """
         r = self.forecast.request
-        lines = list[str]()
+        lines = []
         if r.deadline:
             until = (r.deadline - r.start).days + 1  # the whole last day
             lines.append(_margin("deadline", until / self.forecast.days(1 - MOST_RISK) - 1))

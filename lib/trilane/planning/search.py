@@ -153,7 +153,7 @@ class _Search:
     def run(self) -> SearchResult:
         """All topologies, some thousands at a time; what no rule refuses is predicted."""
         able = [sizes for sizes in self.space.sizes() if len(self.space.batches(sizes[2])[0])]
-        together = list[Block]()
+        together = []
         for sizes in progress(able, "search", "size"):
             block = self.block(sizes)
             if block:

@@ -135,7 +135,7 @@ def ranks(seconds: Sequence[float]) -> list[int]:
     """The ranks of plans, fastest first: equal for those that the first of them beats by less than
     TIE.
     """
-    found: list[int] = []
+    found = []
     first = 0  # of those that share a rank
     for number, own in enumerate(seconds):
         if seconds[first] < (1 - TIE) * own:
@@ -236,7 +236,7 @@ class SearchResult(Candidates):
         """The plans as JSON, at most `keep`, those that may run out of memory apart, and how many
         are refused.
         """
-        values: dict[str, Any] = {
+        values = {
             "evaluated": self.evaluated,
             "refused": self.refused_by_rule,
             "held_fixed": self.space.held_fixed,

@@ -214,7 +214,7 @@ def survey(request: SizeRequest, shapes: Sequence[ModelShape] | None = None) -> 
     may well run out of memory comes after the others.
     """
     refused = Counter[str]()
-    proposals = list[Proposal]()
+    proposals = []
     for shape in request.shapes() if shapes is None else shapes:
         best, rules = fastest(shape, request)
         refused.update(rules)
@@ -254,8 +254,8 @@ def _proposal(plan: Plan, request: SizeRequest) -> Proposal:
     t = plan.topology
     prediction = predict(plan, request.calibration)
     # the number of rules broken and seconds, of each number of heads that is safe enough
-    able = list[tuple[int, float, Plan]]()
-    counts = list[int]()
+    able = []
+    counts = []
     if plan.shape.num_key_value_heads is None:
         counts = usable_heads(plan.shape.hidden_size, t.tp)
     for heads in counts:

@@ -128,8 +128,8 @@ class Space(Record):
 
     def batches(self, dp: int) -> tuple[np.ndarray, np.ndarray]:
         """Every (mbs, gbs) with gbs a multiple of mbs x dp, as two arrays."""
-        mbs = list[float]()
-        gbs = list[float]()
+        mbs = []
+        gbs = []
         for batch in self.gbs:
             if batch % dp:
                 continue
@@ -270,7 +270,7 @@ def read_choices(**texts: str) -> dict[str, Any]:
 
         read_choices(mbs="1,2,4", recompute="full", sequence_parallel="yes")
     """
-    choices = dict[str, Any]()
+    choices = {}
     for name, text in texts.items():
         if not text:
             continue
@@ -336,7 +336,7 @@ def block_columns(fixed: Columns, blocks: Sequence[Block]) -> Columns:
     """The rows of some blocks, one after the other, as Columns; what is `fixed` or all share stays
     a number.
     """
-    columns = dict[str, Any]()
+    columns = {}
     for number, name in enumerate(SIZES):
         columns[name] = [np.full(len(b.point), b.sizes[number], float) for b in blocks]
     for name in VARIED:

@@ -226,7 +226,7 @@ def title(notebook: Any) -> str:
 
 def parameters(notebook: Any) -> dict[str, Any]:
     """Those with which it was executed, by name."""
-    given: dict[str, Any] = notebook.metadata.get("papermill", {}).get("parameters", {})
+    given = notebook.metadata.get("papermill", {}).get("parameters", {})
     return given
 
 

@@ -57,7 +57,7 @@ def typed(field: str, given: object, kind: str) -> Any:
     """`given`, which may be text of a command line, as a value of type `kind`; ValueError where it
     is not one.
     """
-    value: Any = given
+    value = given
     if isinstance(given, str) and kind != "str":
         with contextlib.suppress(ValueError, SyntaxError):
             value = ast.literal_eval(given.title() if kind == "bool" else given)
@@ -137,7 +137,7 @@ def _execute(name: str, executed: Path, values: Mapping[str, Any]) -> None:
         # a port of TCP could be used by everybody on a shared node; a folder for each kernel, or
         # two share files
         manager = {"transport": "ipc", "ip": f"{sockets}/kernel"}
-        options: dict[str, Any] = {
+        options = {
             "config": Config(KernelManager=manager),
             # modules of the current folder would go before ours
             "extra_arguments": ["--InteractiveShellApp.ignore_cwd=True"],

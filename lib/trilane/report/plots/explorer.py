@@ -130,7 +130,7 @@ def plan_row(c: Candidate, tokens: float = 0.0, is_whole: bool = True) -> Row:
     p = c.prediction
     t = c.topology
     fullest = max(p.stages, key=lambda stage: stage.total)
-    row: Row = {
+    row = {
         "key": f"{p.sec_per_it:.5g} s, {plain(c.label)} ({c.plan.id})",
         "id": c.plan.id,
         "label": plain(c.label),

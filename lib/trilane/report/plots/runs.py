@@ -2,7 +2,6 @@
 
 import itertools
 from collections.abc import Sequence
-from typing import Any
 
 import pandas as pd
 from matplotlib import colormaps
@@ -24,7 +23,7 @@ def seconds_per_iteration(measurements: Sequence[Measurement]) -> Figure | Text:
         return Text("No log prints times.")
     drawn, axes = figure(8.0, 3.0)
     for color, run in zip(itertools.cycle(COLORS), measurements, strict=False):
-        line: Any = {"color": color, "lw": 1.2, "label": plain(run.name), "grid": True}
+        line = {"color": color, "lw": 1.2, "label": plain(run.name), "grid": True}
         run.log.iterations.plot("iteration", "sec_per_it", ax=axes, **line)
         axes.axhline(run.sec_per_it, color=color, lw=0.8, ls=":")
     # one slow iteration, such as one that saves, would flatten all others

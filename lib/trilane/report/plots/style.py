@@ -53,7 +53,7 @@ def finished(axes: "Axes", heading: str, **labels: Any) -> None:
     axes.set(**labels)
     axes.set_title(heading, loc="left", weight="bold", fontsize=11)
     if axes.get_legend_handles_labels()[0]:
-        look: Any = {"borderaxespad": 0.0, "frameon": False, "fontsize": 8}
+        look = {"borderaxespad": 0.0, "frameon": False, "fontsize": 8}
         axes.legend(loc="upper left", bbox_to_anchor=(1.01, 1.0), **look)
 
 
