@@ -107,6 +107,7 @@ class _Files:
     def add(self, path: Path) -> None:
         """Read one file."""
         rank = _rank_of(path)
+        is_named = rank is not None and "rank" in path.name
         try:
             content = read_file(path)
         except (ValueError, OSError) as error:
@@ -119,11 +120,17 @@ class _Files:
                 self.notes.append(f"{path.name}: the name holds no rank; ignored")
             else:
                 self.recordings[rank] = content
+        elif any(dump.rank is not None for dump in content):
+            for dump in content:
+                if dump.rank is not None:
+                    self.dumps[dump.rank].append(dump)
+        elif not is_named and rank in [dump.pid for dump in content]:
+            self.nodes.setdefault((path.parent, ""), []).extend(content)
         elif content and rank is not None:
             self.dumps[rank].append(next(filter(is_trainer, content), content[0]))
         elif content:
-            host = re.sub(r"^(?:trace|stacks?|dump|py-?spy)[-_.]", "", path.name)
-            self.nodes[path, host.rsplit(".", 1)[0]] = content
+            host = re.sub(r"^(?:trace|stacks?|dump|py-?spy)(?:[-_.]|$)", "", path.stem)
+            self.nodes[path, host] = content
 
     def assign(self, grid: Grid | None) -> tuple[Grid | None, list[str]]:
         """Give the processes of nodes their ranks; the grid with the nodes' names, and these."""
@@ -133,7 +140,7 @@ class _Files:
         trainers = {key: [*filter(is_trainer, dumps)] for key, dumps in self.nodes.items()}
         self.width = max(map(len, trainers.values()), default=0)
         # numbers are no names
-        names = [] if all(host.isdigit() for host in hosts) else hosts
+        names = [] if all(host.isdigit() or not host for host in hosts) else hosts
         ranks_of: dict[str, list[int]] = {}
         width = self.width
         if grid:
@@ -147,6 +154,8 @@ class _Files:
             in_order = sorted(dumps, key=lambda dump: dump.pid)
             for rank, dump in zip(ranks, in_order, strict=False):
                 self.dumps[rank].append(dump)
+        if any(not host for host in hosts):
+            self.notes.append("numbers of files are pids: ranks are unknown, numbered from 0")
         if hosts:
             self.notes.append("nodes are in the order of their names, ranks in that of their pids")
         return grid, names

@@ -29,6 +29,8 @@ STARTS_PROGRAM = ("<module>", "_run_module_as_main", "_start", "main")
 ENGINE = re.compile(r"(?:(?:_engine_run_|run_)?backward|grad) \(.*autograd|custom_backward ")
 # Of a trace, which may have gigabytes: some 40,000 lines. A loop may run them and call nothing.
 TAIL = 1 << 20
+# the last line before a dump in a file of many: [rank6], ===== rank 6 =====, rank 6:
+RANK = re.compile(r"(?i)(?:^|\n)[=\-#\s\[]*rank[ _]?(\d{1,7})[=\-#\s\]:]*$")
 
 
 @cache
@@ -86,6 +88,7 @@ class Dump:
     owns_gil: bool = False
     holder: str = ""
     pid: int = 0
+    rank: int | None = None  # by the line before it
     command: str = ""
     error: str = ""  # why there is no stack
 
@@ -156,12 +159,17 @@ def read_pyspy(text: str) -> list[Dump]:
         begin = r"Process \d"
     else:
         begin = r'Thread .*"MainThread"'
+    before = ""
     for block in re.split(f"(?m)^(?={begin})", text):
+        named = RANK.search(before[-200:])
+        before = block
         head, *threads = re.split(r"(?m)^(?=Thread (?:0x)?[0-9a-fA-F]+ \()", block)
         process = re.match(r"Process (\d{1,9}): (.*)", head)
         error = re.search(r"(?m)^(?:Error|Failed to [\w ]+): ?.*", head)
         facts: dict[str, Any] = {"error": error[0].strip() if error else ""}
         key = block[:40]
+        if named:
+            facts["rank"] = int(named[1])
         if process:
             key = process[1]
             facts |= {"pid": int(process[1]), "command": process[2].strip()}

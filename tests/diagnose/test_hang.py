@@ -156,6 +156,21 @@ def test_nodes_are_named_after_their_files(
     assert (verdict["suspects"], verdict["exclude"]) == ([6], "--exclude=r8i0n3")
 
 
+@pytest.mark.parametrize("form", ["pids", "[rank{}]\n", "===== rank {} =====\n", "rank {}:\n"])
+def test_a_pid_is_no_rank_and_the_end_of_a_files_name_no_node(form: str, tmp_path: Path) -> None:
+    """`pyspy_PID.txt`, or one `pyspy.log` that names the rank before each dump."""
+    for rank in (2, 0, 3, 1):
+        text = pyspy_text(DATA.stack if rank == 2 else LOSS, 5000 + rank)
+        name = "pyspy.log"
+        if form == "pids":
+            name = f"pyspy_{5000 + rank}.txt"
+        with (tmp_path / name).open("a") as file:
+            file.write(form.format(rank) * (form != "pids") + text)
+    verdict = diagnose_hang(tmp_path)
+    assert (verdict.suspects, len(verdict.grid.ranks), verdict.exclude) == ((2,), 4, "")
+    assert "rank 2 (node 1 of 1)" in verdict.paragraph
+
+
 @pytest.mark.parametrize(("culprits", "exclude"), [((1,), "--exclude=a"), ((1, 9), "")])
 def test_all_nodes_are_never_excluded(
     culprits: tuple[int, ...], exclude: str, tmp_path: Path

@@ -6,8 +6,10 @@ import random
 from pathlib import Path
 
 import pytest
-from test_log_dialects import m2021
+from test_log_dialects import SAMPLES, m2021
+from test_reader import deepspeed
 
+from trilane.logs import endings
 from trilane.logs.run import read_log
 from trilane.workspace.status import Status
 
@@ -17,6 +19,7 @@ TEN = FIVE + "".join(map(m2021, range(6, 11)))
 OOM = "[rank3]: torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.50 GiB. GPU 3 has a total capacity of 79.15 GiB\n"
 WATCHDOG = "[Rank 12] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=7, OpType=ALLREDUCE) ran for 1800000 ms\n"
 NCCL = "[rank5]: torch.distributed.DistBackendError: NCCL error in: ProcessGroupNCCL.cpp:1970, remote process exited\n"
+BLOCKED = "[rank6]:[E1002] [Rank 6] Work WorkNCCL(SeqNum=2, OpType=ALLREDUCE, Timeout(ms)=600000) timed out in blocking wait.\n"
 STOPPED = "trilane: stopped at iteration 5 by SIGTERM, saved checkpoints/iter_0000005\n"
 CANCEL = "slurmstepd: error: *** JOB 42 ON r1n1 CANCELLED AT 2026-08-01T12:00:00 ***\n"
 SRUN = "srun: error: r1n1: task 6: Exited with exit code 1\n"
@@ -72,6 +75,13 @@ ENDINGS = [
     ),
     ("GPU error", FIVE + DONE + KERNEL + SRUN, "Xid", None),
     ("unfinished", FIVE + OOM + m2021(6) + m2021(7), "iteration        7/", None),
+    ("OOM", FIVE[:-1] + OOM, "[rank3]: torch.OutOfMemoryError", 3),  # behind an iteration
+    (
+        "hang",
+        "Epoch 0:  1%|#| 1/9 [00:01<01:40, reduced_train_loss=2.5]" + BLOCKED,
+        "[rank6]:[E",
+        6,
+    ),
     ("stopped", FIVE + STOPPED, "saved checkpoints/iter_0000005", None),
 ]
 
@@ -115,6 +125,20 @@ def test_an_ending_has_its_cause_its_node_and_what_to_exclude(tmp_path, row):
 def test_lines_that_only_mention_failures_end_no_run(tmp_path):
     for line in (HERE / "harmless.txt").read_text().splitlines():
         assert read_log(old(tmp_path, FIVE + line + "\n")).status == "unfinished", line
+
+
+def test_no_word_of_an_ordinary_line_starts_the_search_for_endings(tmp_path, monkeypatch):
+    """Iterations of all trainers with DeepSpeed's lines among them; and the lines of a form are
+    held against all rules once.
+    """
+    for line in "\r".join(line for s in SAMPLES.values() for line in s["text"]).split("\r"):
+        text = line.encode()
+        assert not endings.any_word().search(text) or endings.ending(text, 0), line
+    calls = []
+    ending = endings.ending
+    monkeypatch.setattr(endings, "ending", lambda *given: calls.append(given) or ending(*given))
+    read_log(old(tmp_path, "".join(m2021(i, 900) + deepspeed(i) for i in range(1, 900))))
+    assert len(calls) < 10
 
 
 XID = "Nov 20 04:00:11 gpu03 kernel: NVRM: Xid (PCI:0000:c1:00): 79, pid=1, GPU has fallen off the bus.\n"

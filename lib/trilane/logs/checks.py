@@ -1,12 +1,11 @@
 """Checks: numbers of a run that cannot be right."""
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
 
 from trilane.logs.table import NAN
-from trilane.utils.tables import DataFrame
 from trilane.utils.validation import shipped_json
 
 MOST_NUMBER = 1e15  # of an iteration; a larger one is damaged
@@ -18,6 +17,7 @@ BOUNDS = shipped_json("log_bounds")
 BY_MEDIAN = ("sec_per_it", "flops_per_s_per_gpu")  # as any iteration may wait
 # Columns without influence on how long an iteration takes, or what it computes.
 HARMLESS = ("lm_loss", "grad_norm", "learning_rate", "mfu")
+EMPTY = np.empty(0)
 ROUNDED = 1e12  # FLOP/s: programs print tenths of a TFLOP/s; below one, rounding decides
 
 
@@ -33,16 +33,18 @@ class Problem:
         return f"{self.column}: {self.message}"
 
 
-def problems(iterations: DataFrame) -> Iterator[Problem]:
-    """The problems of a run."""
-    if iterations.empty:
+def problems(iterations: Mapping[str, np.ndarray]) -> Iterator[Problem]:
+    """The problems of a run with these columns."""
+    if not iterations:
         return
-    if iterations["iteration"].isna().any():
+    if np.isnan(iterations["iteration"]).any():
         text = "the log does not number its iterations (no progress bar)"
         yield Problem(rule="unnumbered", column="iteration", message=text)
     for name, (low, high, message) in BOUNDS.items():
-        numbers = np.asarray(iterations.get(name, ()), float)
-        numbers = numbers[~np.isin(numbers, (0, -1))]
+        numbers = iterations.get(name, EMPTY)
+        if not len(numbers) or (low <= numbers.min() and numbers.max() <= high):
+            continue  # without a copy of a long log's column
+        numbers = numbers[(numbers != 0) & (numbers != -1)]
         if name in BY_MEDIAN:
             numbers = np.array([median(numbers)])
         odd = numbers[(numbers < low) | (numbers > high)]

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
-from trilane.logs.table import Row
+from trilane.logs.table import Row, Unit
 from trilane.utils.validation import (
     DATA,
     from_mapping,
@@ -38,9 +38,6 @@ FIELD = (  # a name, and a number that is no part of a longer one, of a time or 
 )
 MAX_LINE = 1 << 13  # bytes: patterns may take time that grows with the square of a line's length
 PATTERNS = ("iteration", "validation", "memory", "end")
-
-
-Unit = tuple[str, float, float]  # column, multiplier and divisor to the unit of the column
 
 
 class Span(NamedTuple):
@@ -102,6 +99,14 @@ class Dialect:
                 require(is_numbered, key, pattern.pattern.decode(), rule)
         assert self.columns is not None  # which checks the rest
 
+    @functools.cached_property
+    def _words(self) -> re.Pattern[bytes]:
+        return re.compile("|".join(map(re.escape, self.words)).encode())
+
+    def holds(self, line: bytes) -> bool:
+        """Whether the line has one of its words."""
+        return bool(self._words.search(line))
+
     def patterns(self, key: str) -> tuple[re.Pattern[bytes], ...]:
         """The compiled patterns of a key."""
         return _compiled(getattr(self, key))
@@ -117,19 +122,11 @@ class Dialect:
         return re.compile(FIELD % (b"|".join(map(re.escape, names)) or rb"\Z."))
 
     @functools.cached_property
-    def _words(self) -> re.Pattern[bytes]:
-        return re.compile("|".join(map(re.escape, self.words)).encode())
-
-    def holds(self, line: bytes) -> bool:
-        """Whether the line has one of its words."""
-        return bool(self._words.search(line))
-
-    @functools.cached_property
     def is_blind(self) -> bool:
         """Whether lines that differ in digits only are read alike: their patterns do not look at
         digits, and all numbers stand on one line.
         """
-        if self.lines in ("block", "bar") or "iterations_per_second" in self.fields.values():
+        if self.lines == "block" or "iterations_per_second" in self.fields.values():
             return False
         texts = [text for key in PATTERNS for text in getattr(self, key)]
         plain = re.sub(r"\\d|\{[\d,]*\}|0-9", "", " ".join(texts))
@@ -213,6 +210,20 @@ def read_dialect(path: Path) -> Dialect:
         return from_mapping(Dialect, table, "dialect")
     except ValueError as error:
         raise ValueError(f"dialects={path}: {error}") from None
+
+
+@functools.cache
+def _any_word(named: str) -> re.Pattern[bytes]:
+    """A word of any dialect."""
+    words = {word for table in _read_all(named) for word in table.words or ("",)}
+    return re.compile("|".join(map(re.escape, words)).encode())
+
+
+def holding(line: bytes) -> list[Dialect]:
+    """The dialects of which the line has a word."""
+    if not _any_word(os.environ.get(VARIABLE, "")).search(line):
+        return []
+    return [table for table in dialects() if table.holds(line)]
 
 
 @functools.cache

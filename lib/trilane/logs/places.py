@@ -50,6 +50,8 @@ LAUNCHED = re.compile(rb"'([\w.-]{1,99})': \[(\d[\d, ]{0,9999})\]")  # by DeepSp
 NODE = re.compile(  # that --exclude takes: not `localhost`, and no address
     r"(?!localhost$)(?=[\w-]*[A-Za-z])[A-Za-z0-9][\w-]{0,62}(?:\[[\d,-]{1,200}\])?", re.ASCII
 )
+# torch's monitoredBarrier: not the rank that prints this, rank 0
+BARRIER = re.compile(rb"[Rr]anks? (\d[\d, ]{0,2000}) failed to pass monitoredBarrier")
 MAX_LINE = 2000  # bytes that are searched for a node
 MAX_TASKS = 512  # of `0-511`
 
@@ -66,6 +68,9 @@ class Place(NamedTuple):
 
 def place_of(line: bytes) -> Place:
     """The place that a line prints, with nothing concluded."""
+    if late := BARRIER.search(line):
+        ranks = _numbers(late[1])
+        return Place(rank=ranks[0] if len(ranks) == 1 else None)
     rank = RANK.search(line)
     head = line[:MAX_LINE]
     named = NAMED.search(head) or PRINTED.search(head)

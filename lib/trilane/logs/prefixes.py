@@ -17,12 +17,14 @@ MAX_STAMP = 4096  # bytes that are searched for a stamp: of a line of thousands 
 MAX_PREFIX = 120  # bytes
 
 
-def source(line: bytes) -> float:
-    """The number of the rank, process or host that the line's prefix names; NaN without one."""
+def source(line: bytes) -> slice:
+    """Where the number of the rank, process or host stands that the line's prefix names; it is
+    empty without one.
+    """
     match = OF_RUN.search(line[:MAX_PREFIX]) or PREFIX.match(line)
     if match:
-        return float(match[match.lastindex or 0])
-    return NAN
+        return slice(*match.span(match.lastindex or 0))
+    return slice(0, 0)
 
 
 def timestamp(line: bytes) -> float:

@@ -134,22 +134,30 @@ def read_log(path: Path | str) -> RunLog:
 
 def _finish(run: PartialRun, path: Path, notes: tuple[str, ...]) -> RunLog:
     """The RunLog of a run in `path`."""
+    import pandas as pd
+
     number_iterations(run)
-    iterations = run.iterations.frame(INTEGERS)
     counted = {name for name, rows in run.dialects.items() if rows} or {*run.dialects}
-    programs = {dialect.name: dialect.variant(run.last_line) for dialect in dialects()}
+    programs = {
+        dialect.name: dialect.variant(run.last_line)
+        for dialect in dialects()
+        if dialect.name in counted
+    }
     end = _end(run)
+    iterations = run.iterations.arrays(INTEGERS)
     _learn_places(run)
     place = run.places.resolve(end.place)
     hosts = end.hosts or tuple(filter(None, [place.node]))
     return RunLog(
         source=path,
-        iterations=iterations,
+        iterations=pd.DataFrame(iterations, copy=False),
         validation=run.validation.frame(("iteration",)),
         memory=run.memory,
         status=end.status,
         evidence=end.evidence,
-        dialect=" + ".join(sorted(programs.get(name, name) for name in counted)) or "unknown",
+        dialect=run.program
+        or " + ".join(sorted(programs.get(name, name) for name in counted))
+        or "unknown",
         arguments=run.arguments,
         timers=run.timers.frame(("iteration",)),
         totals=run.summary,

@@ -20,7 +20,9 @@ MEMBER = re.compile(
     rb"Rank (\d{1,7})\]"
 )
 OF_RUN = re.compile(rb"\[rank(\d{1,7})\]")
-WORK = re.compile(rb"WorkNCCL\(SeqNum=(\d{1,18}), OpType=(\w{1,60}).{0,500}\) ran for \d")
+WORK = re.compile(
+    rb"WorkNCCL\(SeqNum=(\d{1,18}), OpType=(\w{1,60}).{0,500}\) (?:ran for \d|timed out)"
+)
 TIMED_OUT = re.compile(
     rb"(?:Timeout at NCCL work|detected by watchdog at work(?: sequence id)?): (\d{1,18})"
 )
@@ -84,11 +86,13 @@ class Watchdogs:
                 work = self.timeouts.get((group, rank), "")
                 text = f"timed out in {work}; {counts}" if work else counts
                 same[group, bool(work), text.strip("; ")].append(rank)
-        if DEFAULT in groups:
-            printed = {rank for group, rank in self.counts if group == DEFAULT}
+        for name in groups & {DEFAULT, ""}:
+            printed = {rank for group, rank in self.counts if group == name}
             silent = [rank for rank in range(min(world, MOST)) if rank not in printed]
-            if silent and max(printed) < world:
-                same[DEFAULT, False, "nothing of them is in this log"] = silent
+            # no smaller group has more than half of the ranks
+            is_all = name == DEFAULT or 2 * len(printed) > world
+            if silent and is_all and max(printed) < world:
+                same[name, False, "nothing of them is in this log"] = silent
         lines = []
         for group, is_late, text in sorted(same):
             ranks = ranges(same[group, is_late, text])

@@ -37,6 +37,8 @@ OWN = re.compile(
     rb"(?:SLOW|NOT FINITE) since iteration \d.*|as fast as usual again, since .*"
     rb"|(?:NEXT )?CHECKPOINT (?:WILL )?NOT .*"
 )
+# NVIDIA-NeMo/Megatron-Bridge: its rate stands on a line before that of the iteration
+BRIDGE = re.compile(rb"GPU utilization: (\d{1,9}(?:\.\d*)?)MODEL_TFLOP/s/GPU")
 MAX_OWN = 50  # of these lines
 INSIDE = re.compile(endings.NUMBERS + rb"(?:\s|$)")  # a line of a traceback after its first
 PLACE = re.compile(rb"local_rank|host  |nranks|Root Cause|Failures:\s*$|global_rank_m")
@@ -63,6 +65,9 @@ class Facts:
             rate = re.search(rb"Effective Tera Flops per GPU: (\d+(?:\.\d*)?)", line)
             if rate and run.rows:
                 run.iterations.change_last({"flops_per_s_per_gpu": float(rate[1]) * 1e12})
+        elif rate := BRIDGE.search(line):
+            run.ahead = {"flops_per_s_per_gpu": float(rate[1]) * 1e12}
+            run.program = "megatron-bridge"
         elif own := OWN.search(line):
             if len(run.own) < MAX_OWN:
                 run.own.append(endings.text(own[0]))

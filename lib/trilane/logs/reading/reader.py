@@ -10,27 +10,32 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from trilane.logs import endings
-from trilane.logs.dialects import Dialect, Span, dialects, row_of
+from trilane.logs.dialects import Dialect, Span, holding, row_of
 from trilane.logs.reading import trainer_dicts
 from trilane.logs.reading.facts import LAUNCH, Facts, timers
-from trilane.logs.reading.runs import PartialRun, Runs
+from trilane.logs.reading.runs import PartialRun, Printed, Runs
 from trilane.logs.table import Row
 from trilane.workspace.status import Status
 
 LONG = 1 << 16  # bytes: longer lines are searched for iterations only
 MAX_FORM = 4096  # bytes of the longest line whose form is remembered
-MAX_FORMS = 50_000  # more are forgotten: the wording of a log changes
+MAX_FORMS = 10_000  # of 3 kB; more are forgotten: the wording of a log changes
 DIGITS = bytes.maketrans(b"123456789", b"000000000")
 ESCAPE = re.compile(rb"\x1b\[[0-9;?]*[A-Za-z]|\0")
 
 
 class Form(NamedTuple):
-    """Where the numbers of lines of one form stand: of an iteration of a dialect, or without one of
-    timers; without any the lines hold nothing.
+    """What lines of one form hold: where the numbers stand of an iteration of a dialect, of timers
+    or of reports of memory; and whether they are of a launch, or give arguments.
     """
 
     dialect: Dialect | None = None
-    spans: Sequence[Span] = ()
+    iteration: Sequence[Span] = ()
+    printed: Printed | None = None
+    timers: Sequence[Span] = ()
+    memory: Sequence[Sequence[Span]] = ()
+    is_launch: bool = False
+    has_arguments: bool = False
 
 
 class Reader:
@@ -57,12 +62,24 @@ class Reader:
                     if len(self._forms) > MAX_FORMS:
                         self._forms.clear()
                     self._forms[key] = form
-            elif form.dialect:
-                self._runs.take(row_of(form.spans, line), form.dialect, line)
-            elif form.spans:
-                self._runs.run.add_timers(row_of(form.spans, line))
+            elif form.printed is None or not self._runs.keep(form.printed, line):
+                self._again(form, line)
         self._end()
+        self._runs.add_texts()
         return [run for run in self._runs.all if run.has_content]
+
+    def _again(self, form: Form, line: bytes) -> None:
+        """Read a line of a form that was read before."""
+        if form.dialect and not self._runs.ignores(form.dialect):
+            self._runs.take(row_of(form.iteration, line), form.dialect, line, form.printed)
+        elif form.timers:
+            self._runs.current.add_timers(row_of(form.timers, line))
+        for spans in form.memory:
+            self._runs.current.add_memory(row_of(spans, line))
+        if form.is_launch:
+            self._runs.launch()
+        if form.has_arguments:
+            self._facts.arguments(line, self._runs.run)
 
     def _line(self, line: bytes) -> Form | None:
         """Read a line by all rules; its form, None where other digits may make it another line, or
@@ -74,7 +91,7 @@ class Reader:
         for part in parts:
             self._part(part, True)
         form = self._part(last, line.endswith(b"\n"))
-        if parts or (form and form.spans and text != line):
+        if parts or (form != Form() and text != line):
             return None
         return form
 
@@ -82,7 +99,7 @@ class Reader:
         """Read a line, or a part of one that a bar overwrote."""
         if self._open and self._continues(*self._open[:2], line):
             return None
-        tables = [table for table in dialects() if table.holds(line)]
+        tables = holding(line)
         form = self._iteration(tables, line, is_whole)
         if form != Form() or len(line) >= LONG:
             return form
@@ -93,9 +110,8 @@ class Reader:
         elif is_bar and (bar := trainer_dicts.bar(line)):
             self._dicts.bar = bar
         is_launch = bool(LAUNCH.search(line))
-        if is_launch:  # of another run where the current one has begun or ended
-            self._runs.begin()
-            self._runs.run.launched = True
+        if is_launch:
+            self._runs.launch()
         run = self._runs.run
         spans = timers(line)
         if spans:
@@ -103,10 +119,10 @@ class Reader:
         has_arguments = self._facts.arguments(line, run)
         has_numbers = self._facts.numbers(line, run)
         has_end = self._facts.end(line, run)
-        is_other = is_dict or is_bar or is_launch or has_arguments or has_numbers or has_end
+        is_other = is_dict or is_bar or has_numbers or has_end
         if is_other or not all(table.is_blind for table in tables):
             return None
-        return Form(None, spans)
+        return Form(timers=spans, is_launch=is_launch, has_arguments=has_arguments)
 
     def _iteration(self, tables: Sequence[Dialect], line: bytes, is_whole: bool) -> Form | None:
         """Read a line by the dialect that finds most in it: an iteration, or what is printed around
@@ -120,7 +136,10 @@ class Reader:
                 dialect = table
         if not spans:
             around = [self._around(line, table) for table in tables]
-            return None if any(around) else Form()
+            memory = tuple(spans for reports in around if reports for spans in reports)
+            if [] in around or (memory and not all(table.is_blind for table in tables)):
+                return None
+            return Form(memory=memory)
         self._end()
         if not is_whole:  # the last number may be cut
             spans = [span for span in spans if span.stop < len(line)]
@@ -129,10 +148,18 @@ class Reader:
             self._open = dialect, row, line
         if dialect.lines != "block" or not is_whole:
             self._end()
-        return Form(dialect, spans) if dialect.is_blind else None
+        behind = line[max(span.stop for span in spans) :].lstrip(b" |],")
+        is_glued = is_whole and endings.any_word().search(behind)
+        if is_glued:  # what another rank printed meanwhile
+            self._facts.end(behind, self._runs.run)
+        if is_glued or not dialect.is_blind:
+            return None
+        return Form(dialect, spans, self._runs.printed(dialect, spans, line))
 
-    def _around(self, line: bytes, dialect: Dialect) -> bool:
-        """Read a line of that dialect that is no iteration; whether it is one."""
+    def _around(self, line: bytes, dialect: Dialect) -> list[list[Span]] | None:
+        """Read a line of that dialect that is no iteration: its reports of memory; None for a line
+        that is not the dialect's.
+        """
         if dialect.every("end", line):
             self._end()
             level = endings.Level.PLANNED
@@ -145,9 +172,9 @@ class Reader:
         else:
             reports = dialect.every("memory", line)
             for spans in reports:
-                self._runs.run.add_memory(row_of(spans, line))
-            return bool(reports)
-        return True
+                self._runs.current.add_memory(row_of(spans, line))
+            return reports or None
+        return []
 
     def _continues(self, dialect: Dialect, row: Row, line: bytes) -> bool:
         """Whether the line continues the iteration that is open, which then may end."""

@@ -4,21 +4,38 @@ of a run, a copy of another rank's, or the first of another run.
 
 import math
 from collections import Counter
+from collections.abc import Callable, Iterable
+from operator import itemgetter
+from typing import NamedTuple
 
 from trilane.logs.arguments import Value
-from trilane.logs.dialects import Dialect
+from trilane.logs.dialects import Dialect, Span
 from trilane.logs.endings import ENDS, Ending, Level, joined, superseded
 from trilane.logs.places import Places
 from trilane.logs.prefixes import source, timestamp
-from trilane.logs.table import NAN, NumericTable, Row
+from trilane.logs.table import NAN, NumericTable, Row, Unit
 from trilane.logs.watchdog import Watchdogs
 from trilane.utils.validation import require
 
 MAX_RUNS = 10_000  # of a file
 SHORT_S = 20.0  # which stamps of whole seconds give to 5 %, and their median to 1 %
 MEMORY = ("allocated", "max_allocated", "reserved", "max_reserved")
+# columns that are more than a number of the table
+READ_AT_ONCE = {*MEMORY, "iterations_per_second", "time_s"}
 STEPS = "deepspeed"  # whose own steps count where no other dialect reports any
 LAUNCHED = (*ENDS, Level.LAUNCHER)
+MAX_TEXTS = 100  # iterations that are kept as text
+
+
+class Printed(NamedTuple):
+    """Iterations of one form that may be kept as text: their dialect, the units of their numbers,
+    the first of which is the iteration's, and where these and their source stand.
+    """
+
+    dialect: str
+    units: tuple[Unit, ...]
+    texts: Callable[[bytes], tuple[bytes, ...]]
+    source: slice
 
 
 class PartialRun:
@@ -35,6 +52,8 @@ class PartialRun:
         self.summary: Row = {}
         self.dialects: Counter[str] = Counter()
         self.own: list[str] = []
+        self.ahead: Row = {}  # numbers of the next iteration
+        self.program = ""  # by a line of its own
         self.follows = follows  # a run before it in the file
         self.launched = False  # whether its launch was read
         self.endings: list[Ending] = []
@@ -68,6 +87,8 @@ class PartialRun:
         """Append an iteration, of that line, printed by the rank or process `source`."""
         # Megatron's own count stays 0 where the loss is NaN:
         # https://github.com/deepspeedai/Megatron-DeepSpeed/pull/434
+        row |= self.ahead
+        self.ahead = {}
         loss = row.get("lm_loss", 1.0)
         if loss != loss:
             row["nan"] = row.get("nan") or 1.0
@@ -122,6 +143,14 @@ class PartialRun:
             return None
         return False
 
+    def extend(self, printed: Printed, texts: list[tuple[bytes, ...]], source: float) -> None:
+        """Append iterations, the last of which is the current one, as `add` would one by one."""
+        self.iterations.extend(printed.units, texts)
+        self.dialects[printed.dialect] += len(texts)
+        self.is_nan = False
+        self.printed[source] = self.iteration
+        self._timed = (self.iteration, NAN)
+
     def forget(self) -> None:
         """Forget DeepSpeed's own steps, as another dialect reports the iterations."""
         self.iterations = NumericTable()
@@ -146,8 +175,8 @@ class PartialRun:
     def add_memory(self, report: Row) -> None:
         """Keep the most bytes that any rank reported."""
         for name in MEMORY:
-            if name in report:
-                self.memory[name] = max(self.memory.get(name, 0.0), report[name])
+            if report.get(name, -1.0) > self.memory.get(name, -1.0):
+                self.memory[name] = report[name]
 
     def add_ending(self, new: Ending) -> None:
         """Add an ending. Of each level and status the first one is kept that the run did not
@@ -162,13 +191,70 @@ class PartialRun:
 
 
 class Runs:
-    """The runs of a file, of which the last is the current one."""
+    """The runs of a file, of which the last is the current one.
+
+    Most iterations follow one of the same columns from the same source. These are kept as text, and
+    become numbers column by column, before anybody looks at the run.
+    """
 
     def __init__(self) -> None:
-        self.run = PartialRun()
-        self.all = [self.run]
+        self.current = PartialRun()  # perhaps without its last iterations
+        self.all = [self.current]
+        self._units: dict[tuple[str, tuple[Unit, ...]], tuple[Unit, ...]] = {}
+        self._texts: list[tuple[bytes, ...]] = []
+        # what the next iteration must be like to be kept: as the one before, and its source
+        self._before: Printed | None = None
+        self._source = b""
 
-    def take(self, row: Row, dialect: Dialect, line: bytes) -> None:
+    @property
+    def run(self) -> PartialRun:
+        """The current run with all its iterations."""
+        self.add_texts()
+        return self.current
+
+    def add_texts(self) -> None:
+        """Give the current run its iterations that are kept as text."""
+        if self._texts and self._before:
+            self.current.extend(self._before, self._texts, float(self._source or NAN))
+            self._texts = []
+
+    def printed(self, dialect: Dialect, spans: Iterable[Span], line: bytes) -> Printed | None:
+        """How iterations of the form of `line` are kept; None for those that are read at once."""
+        spans = sorted(spans, key=lambda span: span.column != "iteration")
+        columns = [span.column for span in spans]
+        texts = b"".join(line[span.start : span.stop] for span in spans)
+        is_plain = not texts.translate(None, b"0123456789.+-eE")
+        is_once = len({*columns}) == len(columns) and not READ_AT_ONCE & {*columns}
+        has_both = {"iteration", "sec_per_it"} <= {*columns}
+        if not (is_plain and is_once and has_both) or dialect.name == STEPS:
+            return None
+        units = tuple((span.column, span.multiplier, span.divisor) for span in spans)
+        cut = itemgetter(*(slice(span.start, span.stop) for span in spans))
+        units = self._units.setdefault((dialect.name, units), units)
+        return Printed(dialect.name, units, cut, source(line))
+
+    def keep(self, printed: Printed, line: bytes) -> bool:
+        """Keep an iteration as text, if it is the next after one like it."""
+        before = self._before
+        if before is None or before.units is not printed.units or self.current.ahead:
+            return False
+        texts = printed.texts(line)
+        iteration = float(texts[0])
+        if iteration <= self.current.iteration or line[printed.source] != self._source:
+            return False
+        self.current.iteration = iteration
+        self.current.last_line = line
+        self._texts.append(texts)
+        if len(self._texts) >= MAX_TEXTS:
+            self.add_texts()
+        return True
+
+    def ignores(self, dialect: Dialect) -> bool:
+        """Whether `step` would not read an iteration of that dialect."""
+        is_other = dialect.name == STEPS and self._before is not None
+        return is_other and "skipped" in self.current.iterations.columns
+
+    def take(self, row: Row, dialect: Dialect, line: bytes, printed: Printed | None = None) -> None:
         """Give an iteration of a dialect, all of whose lines were read, to its run."""
         run = self.run
         rate = row.pop("iterations_per_second", 0.0)
@@ -177,7 +263,8 @@ class Runs:
         time_s = row.get("time_s", NAN)
         if "time_s" not in row and "sec_per_it" not in row:
             time_s = timestamp(line)
-        printed_by = source(line)
+        named = line[source(line)]
+        printed_by = float(named or NAN)
         is_drawn = dialect.lines in ("bar", "block")
         if is_drawn and run.dialects.keys() == {dialect.name} and self._repeats(row):
             # drawn again with its loss after that of the one before, by the rank that counts
@@ -188,12 +275,17 @@ class Runs:
         if self.run.dialects[dialect.name]:
             self.run.first_iteration = dialect.first_iteration
         self.run.add_memory(row)
+        if printed and self.run.dialects[dialect.name]:
+            self._before = printed
+            self._source = named
 
     def step(self, row: Row, dialect: str, time_s: float, line: bytes, source: float = NAN) -> None:
         """Add an iteration that the rank or process `source` printed at a time: the next of the
         run, another rank's copy, or the first of another run.
         """
         run = self.run
+        if dialect == STEPS and not row["iteration"]:
+            return  # nothing is trained yet
         counted = {name for name, rows in run.dialects.items() if rows}
         if dialect == STEPS and counted - {STEPS}:
             if "skipped_total" in row and "skipped" not in run.iterations.columns:
@@ -202,6 +294,7 @@ class Runs:
         if dialect != STEPS and counted == {STEPS}:
             run.forget()
             counted = set()
+        self._before = None
         is_next = run.accepts(row, source)
         if counted and dialect not in counted:
             # another reporter of the same run, such as a bar, repeats the number of the iteration
@@ -216,13 +309,19 @@ class Runs:
             self.begin()
         self.run.add(self.run.timed(row, time_s), dialect, source, line)
 
+    def launch(self) -> None:
+        """Begin another run where the current one has begun or ended."""
+        self.begin()
+        self.run.launched = True
+
     def begin(self) -> None:
         """Begin another run, unless the current one has nothing yet."""
         if self.run.ends_at_launch:
             count = len(self.all)
             require(count < MAX_RUNS, "log", f"{count} runs", "its iterations do not rise")
-            self.run = PartialRun(follows=True)
-            self.all.append(self.run)
+            self._before = None
+            self.current = PartialRun(follows=True)
+            self.all.append(self.current)
 
     def _repeats(self, row: Row) -> bool:
         """Whether the row has the number of the last iteration, and no later epoch."""

@@ -108,7 +108,7 @@ def number_iterations(run: PartialRun) -> None:
     """
     if "hf-trainer" not in run.dialects or not run.rows:
         return
-    numbers = run.iterations.columns["iteration"]
+    numbers = run.iterations.numbers("iteration")
     is_missing = [math.isnan(number) for number in numbers]
     if not any(is_missing):
         return
