@@ -168,19 +168,14 @@ class Boundary:
             return past >= FEWEST and len(column.at_new) >= FEWEST_AFTER
         return len(column.at) > 0 and len(column.at_new) > 0
 
-    def before(self, name: str) -> np.ndarray:
-        """The values up to that of the first iteration after the restart, else of the last one
-        before it.
-        """
-        column = self.column(name)
-        end = int(np.searchsorted(column.at, self.restart.iteration, "right"))
-        return column.values[: max(end, 1)]
-
     def differs(self, name: str) -> bool:
         """Whether the first value of a column after the restart is another one."""
+        column = self.column(name)
         if not self.shows(name):
             return False
-        return abs(self.column(name).new[0] / self.before(name)[-1] - 1) > SAME
+        # that of the same iteration, else of the last one before it
+        end = int(np.searchsorted(column.at, self.restart.iteration, "right"))
+        return abs(column.new[0] / column.values[max(end, 1) - 1] - 1) > SAME
 
     def broken(self, name: str, found: Found) -> Break:
         """The Break of a column, against the last line before the restart."""
@@ -257,27 +252,15 @@ def _consumed(restart: Boundary, column: Column) -> Found | None:
 
 
 def _batch(restart: Boundary, column: Column) -> Found | None:
-    """The batch size: the value before the restart, or the next step of a ramp-up.
+    """The batch size: the value before the restart.
 
-    A ramp-up grows by about the factor of its steps, which falls or stays.
+    Left out: a ramp-up, which follows the consumed samples.
     """
-    before = restart.before("global_batch_size")
-    old = before[-1]
-    new = column.new[0]
-    most = (1 + SAME) * max(_largest_step(before), _largest_step(column.new)) ** 1.5
-    if restart.restart.logs[1].arguments.get("rampup_batch_size") not in (None, "None"):
-        most = math.inf
-    if 1 - SAME < new / old < most:
+    grows = np.ptp(column.values) > 0 or np.ptp(column.new) > 0
+    grows |= restart.restart.logs[1].arguments.get("rampup_batch_size") not in (None, "None")
+    if grows or not restart.differs("global_batch_size"):
         return None
-    cause = "batch-changed"
-    if new < old and ((np.diff(column.new) > 0).any() or new == before[0]):
-        cause = "ramp-up-restarted"
-    return Found(cause, 0, old)
-
-
-def _largest_step(values: np.ndarray) -> float:
-    """The largest factor from one value to the next; 1.0 where none rises."""
-    return float((values[1:] / values[:-1]).max(initial=1.0))
+    return Found("batch-changed", 0, column.values[-1])
 
 
 def _loss(restart: Boundary, column: Column) -> Found | None:

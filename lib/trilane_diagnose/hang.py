@@ -25,18 +25,14 @@ EXAMPLE = "Nothing hangs in this study. Shown is an example, made up from the BL
 
 @dataclass(frozen=True, kw_only=True)
 class Group(Record):
-    """Ranks with one stack: what they wait in, over which group of ranks, called where; what they
-    do; and the ranks that they wait for.
-    """
+    """Ranks with one stack: what they do, over which group of ranks, called where."""
 
     ranks: tuple[int, ...]
-    op: str
     axis: str
     site: str
     state: str
     where: str
     frames: tuple[str, ...]
-    waits_for: tuple[int, ...]
 
     @property
     def stack(self) -> str:
@@ -53,7 +49,6 @@ class Verdict(Table):
     their `nodes`, "" where it cannot help or names are unknown; `example`: the dumps are made up.
     """
 
-    folder: Path
     grid: Grid
     groups: tuple[Group, ...]
     reasons: dict[int, str]
@@ -129,11 +124,10 @@ def diagnose_hang(folder: Path | str, grid: Grid | None = None) -> Verdict:
     `grid` replaces the topology that the folder names. Raises ValueError where the folder holds no
     dump.
     """
-    path = Path(folder)
-    return _verdict(path, read_folder(path, grid))
+    return _verdict(read_folder(Path(folder), grid))
 
 
-def _verdict(folder: Path, evidence: Evidence) -> Verdict:
+def _verdict(evidence: Evidence) -> Verdict:
     found = conditions(evidence)
     suspects = find_suspects(evidence, found)
     places = [evidence.grid[rank] for rank in suspects.reasons]
@@ -143,7 +137,6 @@ def _verdict(folder: Path, evidence: Evidence) -> Verdict:
     if _are_sure(evidence, found, suspects) and 0 < len(nodes) < len(evidence.grid.nodes):
         exclude = f"--exclude={','.join(nodes)}"
     return Verdict(
-        folder=folder,
         grid=evidence.grid,
         groups=tuple(_groups(found, suspects)),
         reasons=suspects.reasons,
@@ -190,7 +183,7 @@ def study_hang(study: Study, dumps: str = "", tp: int = 0, pp: int = 0, dp: int 
     evidence = Evidence(
         grid=grid, dumps=dump_of, earlier={}, recordings={}, unreadable=set(), notes=()
     )
-    return replace(_verdict(study.folder, evidence), example=True)
+    return replace(_verdict(evidence), example=True)
 
 
 def _groups(found: Conditions, suspects: Suspects) -> list[Group]:
@@ -200,16 +193,13 @@ def _groups(found: Conditions, suspects: Suspects) -> list[Group]:
         site = str(condition.frames[0]) if condition.frames else ""
         if condition.wait:
             site = str(condition.wait.site)
-        targets: set[int] = set().union(*(suspects.edges.get(rank, ()) for rank in ranks))
         group = Group(
             ranks=tuple(ranks),
-            op=condition.wait.op if condition.wait else "",
             axis=suspects.axes.get(ranks[0], ""),
             site=site,
             state=condition.kind,
             where=condition.text,
             frames=tuple(map(str, condition.frames)),
-            waits_for=tuple(sorted(targets)),
         )
         groups.append(group)
     return sorted(groups, key=lambda group: (-len(group.ranks), group.ranks))

@@ -42,8 +42,6 @@ class RestartComparison(Table):
     are made up.
     """
 
-    before: Path
-    after: Path
     compared: tuple[str, ...]
     findings: tuple[RestartFinding, ...]
     notes: tuple[str, ...]
@@ -80,12 +78,10 @@ def compare_restart(before: Path | str, after: Path | str) -> RestartComparison:
     Each is a run folder, a checkpoint or a folder of fingerprints. Raises ValueError where one
     holds no state, is damaged, or holds another model.
     """
-    before = Path(before)
-    after = Path(after)
     findings: list[RestartFinding] = []
     compared: list[str] = []
     notes: list[str] = []
-    for one, two in pairs(before, after):
+    for one, two in pairs(Path(before), Path(after)):
         a = read_snapshot(one)
         b = read_snapshot(two)
         for field, value in a.shape.items():
@@ -102,8 +98,6 @@ def compare_restart(before: Path | str, after: Path | str) -> RestartComparison:
             own += _settings(a, b)
         findings = merged([*findings, *own])
     return RestartComparison(
-        before=before,
-        after=after,
         compared=tuple(compared),
         findings=tuple(findings),
         notes=tuple(dict.fromkeys(notes)),

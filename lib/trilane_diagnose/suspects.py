@@ -21,12 +21,11 @@ Reasons = dict[int, str]  # by suspect rank
 
 @dataclass(frozen=True, kw_only=True)
 class Suspects:
-    """The reason for each suspect rank, strongest evidence first, who waits for whom, and over
-    which group axis.
+    """The reason for each suspect rank, strongest evidence first, and over which group axis each
+    rank waits.
     """
 
     reasons: Reasons
-    edges: Edges
     axes: dict[int, str]
 
 
@@ -39,14 +38,13 @@ def find_suspects(evidence: Evidence, found: Conditions) -> Suspects:
     collective.
     """
     graph = _Graph(evidence, found)
-    edges = graph.edges
     hard = [rank for rank, condition in found.items() if condition.kind in HARD]
     if evidence.earlier and not hard and all(found[rank].moves for rank in evidence.dumps):
-        return Suspects(reasons={}, edges=edges, axes=graph.axes)
+        return Suspects(reasons={}, axes=graph.axes)
     silent = [rank for rank, condition in found.items() if condition.kind == "silent"]
     held_up = graph.held_up()
     proven = [rank for rank in (*hard, *held_up) if _is_proven(found, rank)]
-    if proven and set(edges) <= reaching(edges, proven):
+    if proven and set(graph.edges) <= reaching(graph.edges, proven):
         silent = []
     reasons = {rank: found[rank].text for rank in (*hard, *held_up, *silent)}
     for rank in held_up:
@@ -67,7 +65,7 @@ def find_suspects(evidence: Evidence, found: Conditions) -> Suspects:
         return kind == "silent", kind not in HARD, -held_up.get(rank, 0), rank
 
     reasons = {rank: reasons[rank] for rank in sorted(reasons, key=strength)}
-    return Suspects(reasons=reasons, edges=edges, axes=graph.axes)
+    return Suspects(reasons=reasons, axes=graph.axes)
 
 
 def _is_proven(found: Conditions, rank: int) -> bool:

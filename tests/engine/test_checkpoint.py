@@ -54,7 +54,6 @@ def halfway(folder: Path, plan: Plan, to: Path, *iterations: int) -> Path:
     for iteration in iterations or (HALFWAY,):
         name = f"iter_{iteration:07d}"
         shutil.copytree(folder / "checkpoints" / name, to / "checkpoints" / name)
-        (to / "checkpoints" / "latest").write_text(name + "\n")
     (to / "steps.jsonl").write_text(
         "".join((folder / "steps.jsonl").read_text().splitlines(True)[: HALFWAY + 1])
     )
@@ -174,7 +173,7 @@ def test_a_full_disk_leaves_the_old_checkpoint_and_the_training_goes_on(
         assert f"trilane: CHECKPOINT NOT SAVED: {line}; the newest is iter_0000002" in log
         assert alarm(folder, NOT_SAVED).startswith(f"CHECKPOINT NOT SAVED: {line}")
         assert known_status(folder).status == "stopped", "its last checkpoint is missing"
-        assert sorted(path.name for path in disk.iterdir()) == ["iter_0000002", "latest"]
+        assert sorted(path.name for path in disk.iterdir()) == ["iter_0000002"]
         subprocess.run(["mount", "-o", "remount,size=50m", str(disk)], check=True)
         fork(1, folder)
         assert known_status(folder).status == "completed" and not alarm(folder, NOT_SAVED)

@@ -13,7 +13,7 @@ import pytest
 from plans import LLAMA, SHAPE, changed, run_folder, small_plan
 from test_hf_export import BLOOM, checkpoint
 
-from trilane.workspace.checkpoints import KINDS, read_manifest
+from trilane.workspace.checkpoints import read_manifest
 from trilane_engine.checkpoint.megatron_index import WORD
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # what torch says while it is imported
@@ -44,13 +44,9 @@ SAVE = """
 from dataclasses import replace
 from pathlib import Path
 sharded = model.sharded_state_dict()
-for kind, factor in (("exp_avg", 2), ("exp_avg_sq", 3)):
-    for key, tensor in model.sharded_state_dict().items():
-        if hasattr(tensor, "data") and hasattr(tensor, "key"):
-            moved = replace(tensor, key=f"optimizer.state.{kind}.{tensor.key}")
-            if tensor.data is not None:
-                moved = replace(moved, data=tensor.data.float() * factor)
-            sharded[f"{kind}.{key}"] = moved
+for key, tensor in model.sharded_state_dict().items():
+    if hasattr(tensor, "data") and hasattr(tensor, "key"):
+        sharded[f"exp_avg.{key}"] = replace(tensor, key=f"optimizer.state.exp_avg.{tensor.key}")
 if world.is_first:
     Path(PATH).mkdir(parents=True)
     Path(PATH).parent.joinpath("latest_checkpointed_iteration.txt").write_text("7")
@@ -107,11 +103,7 @@ def loss_of(run: Path, ask: Callable, data: Path) -> float:
 def test_what_megatron_core_saves_is_read(
     ask: Callable, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
-    """By its dist_checkpointing.save on TP 2 and PP 2; the moments planted as twice and three times
-    the weight.
-    """
-    import torch
-
+    """By its dist_checkpointing.save on TP 2 and PP 2; an optimizer's state is left."""
     plan = small_plan(data, source="mock", shape=LLAMA)
     source = tmp_path / "megatron/iter_0000007"
     wide = small_plan(data, source="mock", shape=LLAMA, **WIDE)
@@ -119,17 +111,10 @@ def test_what_megatron_core_saves_is_read(
     (before,) = {float(line) for line in answer.split()} - {0}
     (tmp_path / "plan.json").write_text(json.dumps(plan.to_json()))
     assert converted(source.parent, tmp_path / "ours", tmp_path / "plan.json") == 0
-    assert "Adam's moments" in capsys.readouterr().err
+    assert "Adam starts anew" in capsys.readouterr().err
     assert loss_of(tmp_path / "ours", ask, data) == pytest.approx(before, abs=1e-6)
-    folder = tmp_path / "ours/checkpoints/iter_0000007"
-    manifest = read_manifest(folder)
-    assert manifest["scalars"] == {"step": 7.0}
-    from trilane_engine.checkpoint.slices import assemble
-
-    for tensor in manifest["tensors"].values():
-        box = tuple((0, n) for n in tensor["shape"])
-        weight, *moments = [assemble(folder, tensor["slices"], kind, box) for kind in KINDS]
-        assert torch.equal(moments[0], 2.0 * weight) and torch.equal(moments[1], 3.0 * weight)
+    manifest = read_manifest(tmp_path / "ours/checkpoints/iter_0000007")
+    assert manifest["scalars"] == {"step": 0.0}
 
 
 class Command:

@@ -80,8 +80,8 @@ def done() -> int:
     """The iteration of the newest checkpoint; the steps after it are cut off, as the
     engine does.
     """
-    latest = checkpoints / "latest"
-    number = int(latest.read_text().strip().removeprefix("iter_")) if latest.exists() else 0
+    names = [place.name for place in checkpoints.glob("iter_*")]
+    number = max((int(name.removeprefix("iter_")) for name in names), default=0)
     steps = Path("steps.jsonl")
     lines = steps.read_text().splitlines() if steps.exists() else []
     steps.write_text(
@@ -92,8 +92,6 @@ def done() -> int:
 
 def save(number: int) -> None:
     (checkpoints / f"iter_{number:07d}").mkdir(parents=True, exist_ok=True)
-    (checkpoints / ".latest").write_text(f"iter_{number:07d}\n")
-    (checkpoints / ".latest").replace(checkpoints / "latest")
     print(f"trilane: saved iter_{number:07d}", flush=True)
 
 

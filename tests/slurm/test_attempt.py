@@ -81,7 +81,6 @@ def checkpoint(folder: Path, iteration: int) -> None:
     place = folder / "checkpoints" / name_of(iteration)
     place.mkdir(parents=True)
     (place / "manifest.json").write_text("{}")
-    (folder / "checkpoints/latest").write_text(f"{name_of(iteration)}\n")
 
 
 def test_a_job_starts_where_iterations_are_left_and_nothing_stops_it(

@@ -10,7 +10,7 @@ from trilane.workspace import checkpoints
 
 
 def made(folder: Path, iteration: int) -> Path:
-    """A complete checkpoint that `latest` names."""
+    """A complete checkpoint."""
     aside = folder / f".{checkpoints.name_of(iteration)}.x"
     aside.mkdir(parents=True)
     (aside / "a").write_bytes(b"tensor")
@@ -20,7 +20,7 @@ def made(folder: Path, iteration: int) -> Path:
     return folder / checkpoints.name_of(iteration)
 
 
-def test_the_last_ones_are_kept_and_never_the_named_one_deleted(tmp_path: Path) -> None:
+def test_the_last_ones_are_kept(tmp_path: Path) -> None:
     """As text, iter_10000000 would stand before iter_9999999, and be the one that is deleted."""
     for iteration in (10, 9_999_999, 10_000_000):
         made(tmp_path, iteration)
@@ -28,12 +28,7 @@ def test_the_last_ones_are_kept_and_never_the_named_one_deleted(tmp_path: Path) 
         checkpoints.keep_last(tmp_path, count)
         assert len(checkpoints.complete(tmp_path)) == left
     assert [p.name for p in checkpoints.complete(tmp_path)] == ["iter_9999999", "iter_10000000"]
-    (tmp_path / "latest").write_text("iter_9999999\n")
-    checkpoints.keep_last(tmp_path, 1)
-    assert (
-        len(checkpoints.complete(tmp_path)) == 2
-        and checkpoints.latest(tmp_path) == tmp_path / "iter_9999999"
-    )
+    assert checkpoints.latest(tmp_path) == tmp_path / "iter_10000000"
     assert not checkpoints.leftovers(tmp_path)
     assert checkpoints.complete(tmp_path / "iter_9999999") == [tmp_path / "iter_9999999"]
 
@@ -44,8 +39,7 @@ def test_a_power_failure_finds_no_name_without_its_content(
     """A file system may keep a rename and lose what was not synced before it (man 2 fsync: also the
     folder's entry).
 
-    So what is renamed is on the disk before, and its new name before the next one is given:
-    `latest` comes last.
+    So what is renamed is on the disk before, and its new name before the next one is given.
     """
     sync, moves = os.fsync, {name: getattr(os, name) for name in ("replace", "rename")}
     on_disk: set[str] = set()
@@ -68,7 +62,7 @@ def test_a_power_failure_finds_no_name_without_its_content(
     for name in moves:
         monkeypatch.setattr(os, name, partial(move, name))
     made(tmp_path, 10)
-    assert names == ["manifest.json", "iter_0000010", "latest"] and not named
+    assert names == ["manifest.json", "iter_0000010"] and not named
 
 
 def test_what_a_killed_save_leaves_is_no_checkpoint_and_a_second_save_replaces_the_first(
@@ -76,13 +70,12 @@ def test_what_a_killed_save_leaves_is_no_checkpoint_and_a_second_save_replaces_t
 ) -> None:
     """The iteration is trained a second time after an older checkpoint had to be used."""
     (tmp_path / ".iter_0000040.x").mkdir()
-    (tmp_path / ".latest.7").touch()
     assert checkpoints.complete(tmp_path) == [] and checkpoints.latest(tmp_path) is None
-    assert len(checkpoints.leftovers(tmp_path)) == 2
+    assert len(checkpoints.leftovers(tmp_path)) == 1
     (made(tmp_path, 10) / "a").write_bytes(b"damaged")
     assert (made(tmp_path, 10) / "a").read_bytes() == b"tensor" and len(
         checkpoints.leftovers(tmp_path)
-    ) == 2
+    ) == 1
 
 
 @pytest.mark.parametrize(

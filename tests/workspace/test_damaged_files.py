@@ -63,7 +63,6 @@ def write_run(run: Path) -> None:
         "ranks/0.phases": json.dumps({"iteration": 1, "host": "h", "seconds": {"optimizer": 0.5}})
         + "\n",
         "ranks/failures.json": [{"rank": 0, "pid": 7, "exitcode": -9}],
-        "checkpoints/latest": "iter_0000004\n",
         "stacks/now/topology.json": {
             "tp": 1,
             "pp": 1,
@@ -174,10 +173,6 @@ FILES: dict[str, tuple[Reader, ...]] = {
         lambda study: read_phase_times(study / "runs/r"),
     ),
     RUN + "ranks/failures.json": (END,),
-    RUN + "checkpoints/latest": (
-        lambda study: checkpoints.keep_last(study / "runs/r/checkpoints", 1),
-        BEGIN,
-    ),
     RUN + "checkpoints/iter_0000004/manifest.json": (RESTART, BEGIN),
     RUN + "stacks/now/topology.json": (HANG,),
     "s/plans.json": (

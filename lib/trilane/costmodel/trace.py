@@ -21,8 +21,7 @@ class Collective(Record):
 
     kind    all-reduce, all-gather, reduce-scatter, broadcast, all-to-all, send, receive
     group   the axes along which its ranks differ: tp, cp, dp (with cp), pp or joined as in
-            tp-dp-pp; embedding: the
-            first and the last stage. Groups of one rank are left out
+            tp-dp-pp. Groups of one rank are left out
     bytes   of all `count`: the whole tensor, so that of what is gathered or scattered all parts
     """
 

@@ -1,7 +1,6 @@
 """Checkpoints on disk: which are complete, reading and writing their manifest, publishing and
 deleting; without torch.
 
-checkpoints/latest                the name of the newest complete one, such as iter_0000020
 checkpoints/iter_0000020/         complete: a checkpoint gets this name only when finished
     manifest.json                 checksums of all files, the place of each tensor, the settings
     rank_00000.safetensors        the slices of tensors that this rank wrote, fp32
@@ -23,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from trilane.config.model import ModelShape
-from trilane.utils.files import read_text, replace_text, sync_folder
+from trilane.utils.files import replace_text, sync_folder
 
 FOLDER = "checkpoints"
 KINDS = (
@@ -73,20 +72,12 @@ def found_in(source: Path) -> list[Path]:
 
 
 def leftovers(folder: Path) -> list[Path]:
-    """Files left by killed saves and interrupted deletions; nothing refers to them."""
-    return [path for path in folder.glob(".*") if path.name.startswith((".iter_", ".latest"))]
+    """Folders left by killed saves and interrupted deletions; nothing refers to them."""
+    return list(folder.glob(".iter_*"))
 
 
 def latest(folder: Path) -> Path | None:
-    """The checkpoint that the file `latest` names, the newest where it is damaged; None where there
-    is none yet.
-    """
-    pointer = folder / "latest"
-    if not pointer.exists():
-        return None
-    named = folder / read_text(pointer).strip()
-    if named.parent == folder and _is_complete(named):
-        return named
+    """The newest complete checkpoint; None where there is none yet."""
     return next(reversed(complete(folder)), None)
 
 
@@ -167,25 +158,18 @@ def fault(folder: Path, name: str, checksum: str) -> str | None:
 
 
 def publish(aside: Path, target: Path) -> None:
-    """Rename the finished checkpoint `aside` to `target`, and let `latest` name it; both are on the
-    disk afterwards.
-    """
+    """Rename the finished checkpoint `aside` to `target`; it is on the disk afterwards."""
     sync_folder(aside)
     if target.exists():  # it was found damaged, or its iterations were trained again
         discard(target)
     os.rename(aside, target)
     sync_folder(target.parent)
-    replace_text(target.parent / "latest", target.name + "\n")
 
 
 def keep_last(folder: Path, count: int) -> None:
-    """Delete all complete checkpoints but the last `count` (0: delete none); never the one that
-    `latest` names.
-    """
-    named = latest(folder)
+    """Delete all complete checkpoints but the last `count` (0: delete none)."""
     for path in complete(folder)[:-count] if count else []:
-        if path != named:
-            discard(path)
+        discard(path)
 
 
 def discard(path: Path) -> None:

@@ -65,11 +65,10 @@ def default_of(name: str) -> float | None:
 
 @dataclass(frozen=True, kw_only=True)
 class Mark:
-    """The fingerprint of a part of a tensor: hash, sum of squares, sum, range and sketch."""
+    """The fingerprint of a part of a tensor: hash, sum of squares, range and sketch."""
 
     hash: int
     squares: float
-    total: float
     low: float
     high: float
     sketch: tuple[float, ...]
@@ -79,7 +78,6 @@ class Mark:
         return Mark(
             hash=(self.hash + other.hash) % 2**64,
             squares=self.squares + other.squares,
-            total=self.total + other.total,
             low=min(self.low, other.low),
             high=max(self.high, other.high),
             sketch=tuple(a + b for a, b in zip(self.sketch, other.sketch, strict=True)),
@@ -105,18 +103,17 @@ class Mark:
         return float(distance / max(self.norm, other.norm, 1e-38))
 
     def to_json(self) -> list[Any]:
-        return [f"{self.hash:016x}", self.squares, self.total, self.low, self.high, *self.sketch]
+        return [f"{self.hash:016x}", self.squares, self.low, self.high, *self.sketch]
 
 
 def mark_from_json(values: Sequence[Any]) -> Mark:
     """The Mark of a list of to_json(); ValueError, TypeError or IndexError for other values."""
-    squares, total, low, high, *sketch = map(float, values[1:])
+    squares, low, high, *sketch = map(float, values[1:])
     if len(sketch) != SKETCHES:
         raise ValueError(f"{len(sketch)} sketches")
     return Mark(
         hash=int(values[0], 16),
         squares=squares,
-        total=total,
         low=low,
         high=high,
         sketch=tuple(sketch),

@@ -29,7 +29,7 @@ from trilane.config.model import ModelShape
 from trilane.config.shapes import Family, family_of
 from trilane.utils.files import replace_text
 from trilane.utils.tables import one_line
-from trilane.utils.validation import from_mapping, require, require_new
+from trilane.utils.validation import from_mapping, print_refusal, require, require_new
 from trilane.workspace import checkpoints
 from trilane_engine.checkpoint.slices import assemble
 from trilane_engine.data.corpus import tokenizer as read_tokenizer
@@ -178,7 +178,7 @@ def main(argv: list[str]) -> int:
         export(complete[-1], Path(out), tokenizer)
         print(out)
     except ValueError as error:
-        print("trilane:", one_line(str(error)), file=sys.stderr)
+        print_refusal(error, "trilane: ")
         return 2
     return 0
 

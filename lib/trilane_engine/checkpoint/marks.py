@@ -27,19 +27,17 @@ def mark(part: torch.Tensor, box: Box) -> Mark:
     # processor's cache.
     rows = max(1, (1 << 24 if x.is_cuda else 1 << 15) // x.shape[1])
     total_hash = torch.zeros((), dtype=torch.int64, device=x.device)
-    floats = torch.zeros(2 + SKETCHES, dtype=torch.float64, device=x.device)
+    floats = torch.zeros(1 + SKETCHES, dtype=torch.float64, device=x.device)
     for at in range(0, len(x), rows):
         block = x[at : at + rows]
         total_hash += ((block.view(torch.int32) * v).sum(1) * u[at : at + rows]).sum()
         floats[0] += torch.linalg.vector_norm(block, dim=1).double().square().sum()
-        floats[1] += block.sum(dtype=torch.float64)
-        floats[2:] += ((block @ t) * s[at : at + rows]).sum(0, dtype=torch.float64)
+        floats[1:] += ((block @ t) * s[at : at + rows]).sum(0, dtype=torch.float64)
     low, high = torch.stack(torch.aminmax(x)).tolist()
-    squares, total, *sketch = floats.tolist()
+    squares, *sketch = floats.tolist()
     return Mark(
         hash=int(total_hash.item()) % 2**64,
         squares=squares,
-        total=total,
         low=low,
         high=high,
         sketch=tuple(sketch),

@@ -25,7 +25,6 @@ from typing import Any
 from trilane.config.model import ModelShape
 from trilane.utils.tables import one_line
 from trilane.utils.validation import read_object, require
-from trilane.workspace.checkpoints import KINDS
 
 LATEST = "latest_checkpointed_iteration.txt"
 WORD = "embedding.word_embeddings.weight"
@@ -178,18 +177,6 @@ def places(index: Index, sizes: Sizes, layers: int) -> Places:
         is_ours = key in keys or "optimizer." in key
         require(is_ours, "tensor", key, "is in the checkpoint, and the plan's model has none")
     return every
-
-
-def by_kind(index: Index, key: str) -> dict[str, str]:
-    """What is there of a parameter: kind -> key; the fp32 master before the weight that the model
-    computes with.
-    """
-    keys = {"weight": key}
-    for kind, word in zip(KINDS, ("fp32_param", *KINDS[1:]), strict=True):
-        state = f"optimizer.state.{word}.{key}"
-        if index.sizes.get(state) == index.sizes[key]:
-            keys[kind] = state
-    return keys
 
 
 def common(manifest: Mapping[str, Any], shape: ModelShape) -> dict[str, Any]:

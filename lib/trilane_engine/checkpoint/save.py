@@ -239,7 +239,7 @@ def _temporary_folder(root: Path, name: str) -> str:
     temporary = root / f".{name}.{secrets.token_hex(4)}"
     root.mkdir(exist_ok=True)
     for path in checkpoints.leftovers(root):
-        shutil.rmtree(path) if path.is_dir() else path.unlink()
+        shutil.rmtree(path)
     temporary.mkdir()
     return str(temporary)
 

@@ -1,9 +1,7 @@
 """Checkpoints of Megatron-LM in and out, one tensor at a time: `trilane convert checkpoint`; see
 megatron_index.py.
 
-Written are weights, fp32. Read are weights and, where they stand beside them whole
-(`optimizer.state.exp_avg...`), the fp32 master and Adam's moments; other forms, as a distributed
-optimizer has them, are left: Adam then starts anew.
+Written and read are weights, fp32; an optimizer's state is left, and Adam starts anew.
 """
 
 import io
@@ -23,8 +21,7 @@ from torch.distributed.checkpoint import metadata as dcp
 from trilane.config.model import ModelShape
 from trilane.config.plan import Plan, read_plan
 from trilane.utils.files import new_folder, replace_text
-from trilane.utils.tables import one_line
-from trilane.utils.validation import require
+from trilane.utils.validation import print_refusal, require
 from trilane.workspace import checkpoints
 from trilane.workspace.checkpoints import KINDS
 from trilane.workspace.continuation import identity
@@ -93,9 +90,8 @@ def _write_tensors(
     (folder / ".metadata").write_bytes(pickle.dumps(index))
 
 
-def read_in(source: Path, out: Path, plan: Plan, iteration: int) -> str:
-    """Write Megatron's checkpoint `source` as one of the plan to the new folder `out`; what was
-    read, in words.
+def read_in(source: Path, out: Path, plan: Plan, iteration: int) -> None:
+    """Write Megatron's checkpoint `source` as one of the plan to the new folder `out`.
 
     ValueError where it has another model than the plan, or is damaged.
     """
@@ -103,16 +99,12 @@ def read_in(source: Path, out: Path, plan: Plan, iteration: int) -> str:
     index = megatron.read_index(source)
     sizes = whole_sizes(plan.shape)
     places = megatron.places(index, sizes, plan.shape.num_layers)
-    keys = {name: megatron.by_kind(index, key) for name, (key, _) in places.items()}
-    complete = all(len(kinds) == len(KINDS) for kinds in keys.values())
 
     def values() -> Iterator[torch.Tensor]:
         for name in sizes:
-            for kind in KINDS:
-                if kind == "weight" or complete:
-                    yield _tensor(index, keys[name][kind], places[name][1])
-                else:
-                    yield torch.zeros(sizes[name])
+            yield _tensor(index, *places[name])
+            for _ in KINDS[1:]:  # the moments
+                yield torch.zeros(sizes[name])
 
     with new_folder(out) as aside:
         folder = aside / checkpoints.FOLDER / ".aside"
@@ -130,15 +122,12 @@ def read_in(source: Path, out: Path, plan: Plan, iteration: int) -> str:
             "consumed_samples": plan.run.ramp.consumed(iteration, plan.topology.gbs),
             "identity": identity(plan),
             "layout": None,  # no plan's generators are in it
-            "scalars": {"step": float(iteration if complete else 0)},
+            "scalars": {"step": 0.0},
             "files": {file_name: file},
             "tensors": tensors,
         }
         checkpoints.write_manifest(folder, manifest)
         checkpoints.publish(folder, folder.with_name(checkpoints.name_of(iteration)))
-    if complete:
-        return "weights and Adam's moments"
-    return "weights only: Adam starts anew"
 
 
 def _tensor(index: megatron.Index, key: str, box: Box) -> torch.Tensor:
@@ -175,7 +164,8 @@ def main(argv: list[str]) -> int:
             require(bool(plan), "plan", "missing", rule)
             number = re.fullmatch(r"iter_(\d{7,12})", folder.name)
             at = int(number[1]) if number else 0
-            print(f"trilane: {read_in(folder, Path(out), read_plan(plan), at)}", file=sys.stderr)
+            read_in(folder, Path(out), read_plan(plan), at)
+            print("trilane: weights only: Adam starts anew", file=sys.stderr)
         else:
             ours = checkpoints.found_in(Path(source))
             rule = "holds no complete checkpoint of trilane, none of torch_dist"
@@ -183,7 +173,7 @@ def main(argv: list[str]) -> int:
             export(ours[-1], Path(out))
         print(out)
     except ValueError as error:
-        print("trilane:", one_line(str(error)), file=sys.stderr)
+        print_refusal(error, "trilane: ")
         return 2
     return 0
 

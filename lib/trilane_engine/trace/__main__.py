@@ -17,7 +17,6 @@ from trilane.costmodel.trace import Trace, trace_file, trace_text
 from trilane.utils.files import replace_text
 from trilane.utils.process import context
 from trilane.utils.validation import print_refusal, require
-from trilane_engine.trace.expected import compare
 
 
 def main(argv: list[str]) -> int:
@@ -28,7 +27,7 @@ def main(argv: list[str]) -> int:
         require_traceable(plan)
         file = trace_file(plan, path)
         trace = traced(plan)
-        print(json.dumps(trace.to_json(), indent=1) if options else text(plan, trace), flush=True)
+        print(json.dumps(trace.to_json(), indent=1) if options else text(trace), flush=True)
         replace_text(file, trace_text(trace))
         return 0
     except ValueError as error:
@@ -88,12 +87,14 @@ def traced(plan: Plan) -> Trace:
     )
 
 
-def text(plan: Plan, trace: Trace) -> str:
-    """The trace for a person: a line a stage, and what is predicted of it, in bytes and FLOPs."""
+def text(trace: Trace) -> str:
+    """The trace for a person: a line a stage, in bytes and FLOPs, and what each sends."""
     stages = DataFrame([stage.to_json() for stage in trace.stages])
     stages = stages.drop(columns=["rank", "collectives", "schedule"])
-    numbers = DataFrame(compare(plan, trace))
-    return f"{stages.to_string(index=False)}\n\n{numbers.to_string(index=False)}"
+    sent: list[dict[str, object]] = []
+    for stage in trace.stages:
+        sent += [{"stage": stage.stage, **one.to_json()} for one in stage.collectives]
+    return f"{stages.to_string(index=False)}\n\n{DataFrame(sent).to_string(index=False)}"
 
 
 if __name__ == "__main__":

@@ -278,8 +278,6 @@ class Recorder(TorchDispatchMode):
         group_name = self._group_name(ranks)
         if kind in ("send", "receive"):  # neighbours may use the group of all ranks
             group_name = "pp"
-        elif kind == "all-reduce" and group_name == "pp" and size > 8:  # bytes of a number
-            group_name = "embedding"  # its two ends, on two stages all of it
         self.totals[kind, group_name, "count"] += 1
         self.totals[kind, group_name, "bytes"] += size
 
