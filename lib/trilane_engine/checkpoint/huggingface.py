@@ -28,7 +28,6 @@ from trilane.config.layer import STANDARD
 from trilane.config.model import ModelShape
 from trilane.config.shapes import Family, family_of
 from trilane.utils.files import replace_text
-from trilane.utils.tables import one_line
 from trilane.utils.validation import from_mapping, print_refusal, require, require_new
 from trilane.workspace import checkpoints
 from trilane_engine.checkpoint.slices import assemble
