@@ -1,6 +1,6 @@
 """Engines, topologies and precisions that must reproduce the losses of one process, trained here.
 
-`trilane measure engines [ENGINE...]` trains the rows of these engines, else all.
+`python tests/engine/parity.py [ENGINE...]` trains the rows of these engines, else all.
 """
 
 import gc

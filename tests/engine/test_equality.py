@@ -11,7 +11,7 @@ from trilane.config.engines import ENGINES
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("equality")]
 
-# `trilane measure engines` trains all rows of equality.json, here those that combine most of what
+# `python tests/engine/parity.py` trains all rows of equality.json, here those that combine most of what
 # an engine does.
 NAMES = {
     "megatron": "PP2 recompute block; DP2 distributed optimizer, both overlaps;"

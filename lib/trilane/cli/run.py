@@ -1,5 +1,5 @@
 """`trilane run`: notebooks of a study; `calibrate`: constants; `train`: a plan; `measure`: machine,
-plan, engines.
+plan.
 """
 
 import json
@@ -10,10 +10,9 @@ from typing import Any
 import click
 
 from trilane.cli.app import GROUPS, Answer, Group, command, note
-from trilane.config.engines import ENGINES
 from trilane.config.options import option
 from trilane.utils.process import python, replace_by
-from trilane.utils.validation import require, require_known
+from trilane.utils.validation import require
 
 measure = Group("measure", help=GROUPS["measure"])
 
@@ -79,12 +78,11 @@ def calibrate(
     shape and parallelism, gbs, mbs and sec_per_it are needed), logs or run folders, or those of a
     study.
     """
-    from trilane.analysis.recalibrate import fit_source
+    from trilane.analysis.recalibrate import fit
     from trilane.workspace.installation import stamp
-    from trilane.workspace.study import load_cluster
 
     require(not output.exists(), "output", output, "exists; name another file")
-    found = fit_source(rows, load_cluster(cluster))
+    found = fit(rows, cluster)
     # the name by which other commands know the constants of this file
     kept = {**found.fitted.kept(), "name": str(output)}
     made_by = {"command": "trilane calibrate", "rows": rows, **stamp()}
@@ -149,17 +147,3 @@ def plan(
 
     found = benchmark(plan, iterations)
     return Answer(found.to_json(), parse_text([found]), int(not found.status.is_clean))
-
-
-@command(measure)
-def engines(names: tuple[str, ...] = option((), argument="[ENGINES...]")) -> None:
-    """Train the equality table of these engines (default: all) here: each row's losses against
-    one reference, a line a row. From a checkout alone.
-
-    Exit code 1 where a row exceeds its bound or did not train.
-    """
-    for name in names:
-        require_known("engines", name, ENGINES)
-    script = Path(__file__).parents[3] / "tests/engine/parity.py"
-    require(script.is_file(), "engines", script, "is not here; a checkout of trilane has it")
-    replace_by(python(str(script), *names))
