@@ -22,7 +22,6 @@ found.to_frame().plot.scatter(x="memory_gib", y="sec_per_it")
 found.to_frame().query("tp == 4")
 found.to_frame().sort_values("memory_gib")
 trilane.search(SMALL, **ON, tp=4)
-trilane.search(SMALL, **ON, engine="any")
 trilane.search(config, **ON)
 trilane.predict(found.to_frame()[:3], "jz-v100-32g")
 trilane.predict(plan, "jz-h100")
@@ -55,15 +54,12 @@ machine.replace(network_bytes_per_s=5e10)
 machine.replace(max_nodes=2048)
 trilane.clusters()
 trilane.clusters().to_frame()
-trilane.compare(plan, plan.replace(mbs=1))
-trilane.compare(found[0], found[1])
-trilane.compare(c, later)
 c.summary()
 c.days(0.5)
 c.gpu_hours(0.5)
 """
 ENDS = {  # one line that names what does
-    "trilane.explain(plan, found[1].plan)": "compare",
+    "trilane.explain(plan, found[1].plan)": "predict",
     "trilane.search(SMALL, **ON, memory_limit=40)": "known: ",
     "plan.replace(tensor_parallel=2)": "known: ",
     "plan.replace(tp=3)": "must divide the 32 GPUs",
@@ -82,9 +78,9 @@ def typed(tmp_path_factory):
     config.write_text(json.dumps({"model_type": "gpt2", "vocab_size": 50304, **names}))
     found = trilane.search(SMALL, **ON, top=20)
     plan = found[0].plan
-    c, later = (trilane.forecast(plan, tokens=tokens, runs=100) for tokens in ("30B", "40B"))
+    c = trilane.forecast(plan, tokens="30B", runs=100)
     machine = trilane.load_cluster("jz-v100-32g")
-    given = {"found": found, "plan": plan, "c": c, "later": later, "machine": machine}
+    given = {"found": found, "plan": plan, "c": c, "machine": machine}
     modules = {"trilane": trilane, "dataclasses": dataclasses, "REPOSITORY": REPOSITORY}
     texts = {"SMALL": SMALL, "ON": ON, "ROW": ROW, "config": str(config), "folder": folder}
     return {**given, **modules, **texts}

@@ -13,9 +13,9 @@ from test_measure import log
 
 from trilane.analysis import collect, recalibrate
 from trilane.analysis.measure import measure_log
+from trilane.analysis.recalibrate import fit
 from trilane.cli.app import main
 from trilane.costmodel.predict import predict
-from trilane.costmodel.recalibration import fit
 from trilane.costmodel.shipped import calibration_for, default
 from trilane.utils.validation import DATA
 from trilane.workspace.study import Study

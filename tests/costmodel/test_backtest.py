@@ -10,6 +10,7 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
+from trilane.analysis.recalibrate import fit
 from trilane.config.engines import default_topology
 from trilane.config.model import parse_shape
 from trilane.costmodel.backtest import backtest, figures
@@ -17,7 +18,6 @@ from trilane.costmodel.calibration import to_json
 from trilane.costmodel.measured_rows import (
     read_rows,
 )
-from trilane.costmodel.recalibration import fit
 from trilane.utils.validation import DATA
 
 SCORED = DATA / "scored.csv"

@@ -23,9 +23,9 @@ from trilane.config.parallelism import (
 from trilane.costmodel import shipped
 from trilane.costmodel.calibration import Configuration
 from trilane.costmodel.predict import predict
-from trilane.planning.search import MEMORY_RULE, search, search_space
+from trilane.planning.search import MEMORY_RULE, search
 from trilane.planning.search_result import ranks
-from trilane.planning.space import VARIED, Space
+from trilane.planning.space import VARIED, space_for
 
 A100 = cluster("jz-a100-80g")
 K = shipped.default(A100)
@@ -66,7 +66,7 @@ def test_plain_loops_refuse_each_topology_by_the_first_rule_that_it_breaks():
     shape, counts, engine = parse_shape("40,5120,40,2048,50304"), Counter(), "megatron"
     pins = {"zero": (0, 1, 2), "recompute": ("none", "full"), "mbs": (1, 2, 3)}
     pins |= {"sequence_parallel": (False, True), "last_stage_layers": (0, 2)}
-    space = Space(gpus=(12,), gbs=(24,), pins=pins)
+    space = space_for(shape, A100, gpus=12, gbs=24, **pins)
     for tp, pp, dp, cp in space.sizes():
         rows = space.points(shape, pp, tp > 1, dp * cp > 1).rows
         for row, mbs in itertools.product(rows, space.batches(dp)[0]):
@@ -87,7 +87,7 @@ def test_plain_loops_refuse_each_topology_by_the_first_rule_that_it_breaks():
                 case = Configuration(shape=shape, topology=chosen, cluster=A100, engine=engine)
                 broken = [MEMORY_RULE if predict(case, K).oom_probability > 0.5 else "none"]
             counts[broken[0]] += 1
-    found = search_space(shape, A100, space, K)
+    found = search(shape, A100, gpus=12, gbs=24, calibration=K, **pins)
     assert {**found.refused_by_rule, "none": found.runnable} == counts and len(counts) >= 6
 
 
@@ -139,22 +139,3 @@ def test_no_pin_finds_what_the_free_search_misses(shape, machine, gpus, gbs):
 )
 def test_plans_that_differ_by_less_than_can_be_predicted_share_a_rank(seconds, shown):
     assert ranks(seconds) == shown
-
-
-@pytest.mark.parametrize(
-    ("asked", "cure"),
-    [
-        ({"mbs": 8, "tp": 4, "pp": 12, "zero": 1, "recompute": "none"}, {"gpus": 384, "gbs": 2048}),
-        ({"gpus": 36}, {"gpus": 72, "gbs": 2048}),
-        ({"engine": "hf-zero3"}, {"gpus": 384, "gbs": 1920}),
-    ],
-)
-def test_what_a_search_without_plans_names_would_run(asked, cure):
-    asked = {"gpus": 384, "gbs": 2048, "calibration": K, **asked}
-    found = search(SHAPE, A100, **asked)
-    words = f"--gpus {cure['gpus']} --gbs {cure['gbs']} and no pins"
-    assert not found.rows and found.cure.endswith(words)
-    engine = asked.get("engine", "megatron")
-    assert search(SHAPE, A100, **cure, engine=engine, calibration=K).rows
-    with pytest.raises(ValueError, match=f"no topology can run; .*; what would run: {words}"):
-        found.best(3)

@@ -16,7 +16,7 @@ from trilane.config.cluster import Gpu
 from trilane.config.plan import Plan, read_plan
 from trilane.logs.checks import median, of_card
 from trilane.logs.run import RunLog, read_run_folder
-from trilane.utils.tables import Record, as_json
+from trilane.utils.tables import Json, Record, as_json
 from trilane.utils.validation import shipped_json
 from trilane.workspace.status import Status
 
@@ -102,7 +102,7 @@ class Measurement(Record):
         """How the run ended, or that it runs."""
         return self.log.status
 
-    def row(self) -> dict[str, Any]:
+    def row(self) -> Json:
         """The run in base units, memory in GiB, NaN where unknown; what the log shows of its end is
         text.
 
@@ -151,7 +151,7 @@ class Measurement(Record):
             "left_out": "; ".join(left_out),
         }
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> Json:
         """The row as one JSON object with lists, rates by definition and the log's arguments; null
         where a value is unknown.
         """

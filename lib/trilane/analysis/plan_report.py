@@ -1,25 +1,19 @@
 """One plan predicted in full, as `trilane plan show` prints it."""
 
 from dataclasses import asdict
-from typing import Any
 
 from trilane.analysis.measure import mfu, rates
 from trilane.analysis.run_config import config_of
 from trilane.config.plan import Plan
 from trilane.costmodel.calibration import Calibration
 from trilane.costmodel.predict import predict
-from trilane.costmodel.trace import Trace
 from trilane.planning.explain import explain
-from trilane.utils.tables import as_json
+from trilane.utils.tables import Json, as_json
 
 
-def plan_report(
-    plan: Plan,
-    calibration: Calibration | None = None,
-    trace: Trace | None = None,
-) -> tuple[dict[str, Any], str]:
+def plan_report(plan: Plan, calibration: Calibration | None = None) -> tuple[Json, str]:
     """A plan with its prediction and what limits it, as JSON that read_plan() takes for a plan, and
-    as text; the JSON has what was traced.
+    as text.
     """
     why = explain(plan, calibration)
     p = predict(plan, calibration)
@@ -35,7 +29,6 @@ def plan_report(
         "why": why,
         "tflops": tflops,
         "mfu": as_json(used),
-        "traced": trace.to_json() if trace else None,
     }
     machine = f"{config.gpus} GPUs ({plan.cluster.gpu.name}) of {plan.cluster.name}"
     lines = [

@@ -12,6 +12,7 @@ from trilane.costmodel.calibration import Calibration, Configuration
 from trilane.costmodel.measured_rows import (
     MeasuredRow,
     Skipped,
+    Source,
     read_rows,
     stack_of,
 )
@@ -26,19 +27,33 @@ from trilane.workspace.study import load_cluster
 STACKS = {"megatron-2021": "megatron-lm", "megatron-deepspeed-2022": "megatron-deepspeed"}
 
 
-def fit_source(source: str, cluster: Cluster) -> Recalibration:
-    """fit() to a file, folder or glob of rows, logs or run folders, or to the runs of a study."""
-    paths = matches(source)
+def fit(rows: Source, cluster: Cluster | str) -> Recalibration:
+    """The constants of a cluster fitted to measured rows: a DataFrame with the columns of
+    read_rows(); a file, folder or glob of such rows, logs or run folders; or the runs of a study.
+
+        fit(pandas.read_csv("rows.csv"), "jz-a100-80g").fitted
+
+    The prior is what ships for the rows' software (column `engine`). Raises ValueError where no two
+    rows can count, for rows of two clusters, in other units than seconds, or that contradict each
+    other by a factor of ten.
+    """
+    machine = load_cluster(cluster)
+    if not isinstance(rows, str | Path):
+        used, skipped, ignored = read_rows([rows], machine)
+        if skipped:  # those of a file are reported
+            raise ValueError(f"rows={skipped[0].row_id}: {skipped[0].reason}")
+        return recalibrated(used, skipped, ignored, machine, least=2)
+    paths = matches(str(rows))
     for name in ("runs", "measured.csv"):
-        paths = paths or matches(str(outputs_root() / source / name))
+        paths = paths or matches(str(outputs_root() / rows / name))
     rule = "is neither a file, nor a folder with runs or logs, nor a study with runs"
-    require(bool(paths), "rows", source, rule)
+    require(bool(paths), "rows", rows, rule)
     tables = [path for path in paths if path.suffix in SUFFIXES]
     logs = [path for path in paths if path.suffix not in SUFFIXES]
-    runs, unread = measure_all(logs, gpu=cluster.gpu)
-    rows, skipped, ignored = _rows(runs, tables, cluster)
-    skipped += [Skipped(row_id=source, reason=reason) for reason in unread]
-    return recalibrated(rows, skipped, ignored, cluster, least=2)
+    runs, unread = measure_all(logs, gpu=machine.gpu)
+    used, skipped, ignored = _rows(runs, tables, machine)
+    skipped += [Skipped(row_id=str(rows), reason=reason) for reason in unread]
+    return recalibrated(used, skipped, ignored, machine, least=2)
 
 
 def recalibrate(runs: Sequence[Measurement], cluster: Cluster | str | None = None) -> Recalibration:

@@ -5,7 +5,6 @@ restart changed.
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -13,7 +12,7 @@ import pandas as pd
 from trilane.analysis.loss_curve import LEAST, SIGMAS, WINDOW, Curve, baseline, change, join
 from trilane.logs.run import RunLog
 from trilane.utils.hooks import hook
-from trilane.utils.tables import Record
+from trilane.utils.tables import Json, Record
 
 # the least size of an event, as the logarithm of value over level
 LOSS_SPIKE = math.log(1.05)
@@ -124,7 +123,7 @@ def _logarithms(curve: Curve, name: str) -> tuple[np.ndarray, np.ndarray]:
     return table["iteration"].to_numpy(), np.log(table[name].to_numpy())
 
 
-def training_record(logs: Sequence[RunLog]) -> dict[str, Any]:
+def training_record(logs: Sequence[RunLog]) -> Json:
     """The logs of one training, how many lines have a loss, its restarts, events, and breaks, which
     are what restarts did not continue.
     """
@@ -142,7 +141,7 @@ def training_record(logs: Sequence[RunLog]) -> dict[str, Any]:
     }
 
 
-def training_text(record: dict[str, Any]) -> str:
+def training_text(record: Json) -> str:
     """A training in a line, and a line for each restart, event and break of a restart."""
     lines = [f"{', '.join(record['files'])}: {record['iterations']} lines"]
     for restart in record["restarts"]:

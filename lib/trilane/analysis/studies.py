@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import pandas as pd
 
@@ -10,7 +9,7 @@ from trilane.analysis.collect import MeasuredRuns
 from trilane.analysis.loss_curve import Curve
 from trilane.analysis.measure import measure
 from trilane.utils.numbers import amount
-from trilane.utils.tables import DataFrame, Table, Text
+from trilane.utils.tables import DataFrame, Json, Table, Text
 from trilane.utils.validation import require, require_known
 from trilane.workspace.installation import outputs_root
 from trilane.workspace.study import Study
@@ -58,7 +57,7 @@ class StudyComparison(Table):
             curves |= {f"{name}: {run}": curve for run, curve in runs.curves().items()}
         return curves
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> Json:
         """What comparison.json holds."""
         differences = self.to_frame().to_dict("records")
         return {"studies": list(self.facts), "differences": differences}

@@ -18,7 +18,6 @@ from trilane.config.plan import Plan, read_plan
 from trilane.config.shapes import read_shape
 from trilane.costmodel import backtest as measured
 from trilane.costmodel.shipped import calibration_for, constants_of
-from trilane.costmodel.trace import trace_of
 from trilane.forecasting.forecast import forecast
 from trilane.forecasting.request import ForecastRequest
 from trilane.planning import deadline
@@ -46,7 +45,6 @@ def size(
     *,
     params: float = option(help="parameters of the model: 200B, 1.3e9, 350M", above=0),
     cluster: str = option(help=CLUSTER),
-    calibration: str = CALIBRATION,
     top: int = option(10, "shapes to list", minimum=1),
     choices: Choices,
     **asked: Annotated[Any, SizeRequest],
@@ -57,10 +55,7 @@ def size(
     Exit code 1 where none can run. `plan best` lists the largest that end within some days.
     """
     machine = load_cluster(cluster)
-    asked["cluster"] = machine
-    asked["calibration"] = calibration_for(machine, calibration)
-    asked["choices"] = choices
-    found = survey(SizeRequest(parameters=params, **asked))
+    found = survey(SizeRequest(parameters=params, cluster=machine, choices=choices, **asked))
     return Answer(found.to_json(top), found.as_text(top), int(not found.rows))
 
 
@@ -105,7 +100,6 @@ def best(
         minimum=1,
     ),
     price: str = option("", "of a GPU-hour, of all clusters or of each", metavar="P[,P2,...]"),
-    calibration: str = CALIBRATION,
     engine: str = option(ANY, "what trains it; any: the fastest", choices=(*ENGINES, ANY)),
     **asked: Annotated[Any, SizeRequest],
 ) -> Answer:
@@ -115,12 +109,10 @@ def best(
     Days with 90 % probability, failures and checkpoints counted as by `plan calendar`, which takes
     the file that --json prints. Exit code 1 where nothing ends in time.
     """
-    machines = [load_cluster(name.strip()) for name in cluster.split(",")]
-    for machine in machines:
-        calibration_for(machine, calibration)
+    clusters = [name.strip() for name in cluster.split(",")]
     prices = [parse_count("price", one) for one in price.split(",") if price]
-    asked |= {"gpus": gpus, "gbs": gbs, "engine": engine, "calibration": calibration}
-    found = deadline.best_within(days, machines, prices=prices, **asked)
+    asked |= {"gpus": gpus, "gbs": gbs, "engine": engine}
+    found = deadline.best_within(days, clusters, prices=prices, **asked)
     return Answer(found.to_json(), found.as_text(), int(not found.rows))
 
 
@@ -145,15 +137,13 @@ def show(
     require_either(plan, {**given, **choices, "cluster": "" if plan else cluster}, needed)
     if plan:
         read = read_plan(plan)
-        trace = trace_of(read, plan)
         if cluster:
             read = read.replace(cluster=load_cluster(cluster), calibration=None)
     else:
         model = read_shape(shape, seq_length=seq)
         read = plan_of(model, load_cluster(cluster), engine or ENGINES[0], choices)
-        trace = None
     known = constants_of(read, calibration)
-    return Answer(*plan_report(read, known, trace))
+    return Answer(*plan_report(read, known))
 
 
 def require_either(plan: Path | None, given: dict[str, Any], needed: Iterable[str]) -> None:

@@ -80,12 +80,11 @@ def calibrate(
     shape and parallelism, gbs, mbs and sec_per_it are needed), logs or run folders, or those of a
     study.
     """
-    from trilane.analysis.recalibrate import fit_source
+    from trilane.analysis.recalibrate import fit
     from trilane.workspace.installation import stamp
-    from trilane.workspace.study import load_cluster
 
     require_new("output", output)
-    found = fit_source(rows, load_cluster(cluster))
+    found = fit(rows, cluster)
     # the name by which other commands know the constants of this file
     kept = {**found.fitted.kept(), "name": str(output)}
     made_by = {"command": "trilane calibrate", "rows": rows, **stamp()}

@@ -43,7 +43,6 @@ DERIVED = (
     "mfu",
     "days",
     "measured",
-    "traced",
     "why",
     "costs",
     "notes",

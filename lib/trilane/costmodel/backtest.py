@@ -5,7 +5,6 @@ them; errors.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import Any
 
 import numpy as np
 
@@ -22,7 +21,7 @@ from trilane.costmodel.memory import DEFAULT
 from trilane.costmodel.predict import Prediction, predict_case, predict_rows
 from trilane.costmodel.shipped import prior_of
 from trilane.utils.progress import progress
-from trilane.utils.tables import DataFrame, Table, Text, as_json, grouped
+from trilane.utils.tables import DataFrame, Json, Table, Text, as_json, grouped
 from trilane.utils.validation import DATA, require, require_known
 
 # Sets of rows in data/: of the BigScience documents, cleaned and as printed; and of other cards,
@@ -66,7 +65,7 @@ def compared(rows: Sequence[MeasuredRow], predictions: Sequence[Prediction]) -> 
     return pd.DataFrame(cells)
 
 
-def figures(runs: DataFrame) -> dict[str, Any]:
+def figures(runs: DataFrame) -> Json:
     """Figures of runs as compared() has them: of distinct rows the relative errors of seconds and
     memory, the share of times within the interval (`coverage`), and OOM predicted (P > 1/2) for
     rows that ran out or did not; a figure that no row gives is left out.
@@ -97,7 +96,7 @@ def figures(runs: DataFrame) -> dict[str, Any]:
     return {name: value for name, value in values.items() if np.isfinite(value)}
 
 
-def ranking_figures(timed: DataFrame) -> dict[str, Any]:
+def ranking_figures(timed: DataFrame) -> Json:
     """Within tables: mean rank correlation (>= 3 rows), regret of the row predicted best, tables
     where it is best.
     """
@@ -139,7 +138,7 @@ class Backtest(Table):
     left_out: str = ""  # what the constants were fitted without: table, hidden, date or nothing
     ignored: tuple[str, ...] = ()  # columns and words that were not read, a line each
 
-    def groups(self) -> dict[str, dict[str, Any]]:
+    def groups(self) -> dict[str, Json]:
         """The figures of each GPU and software stack, where there are several."""
         groups = self.runs.groupby("group", sort=False)
         if len(groups) < 2:
@@ -161,7 +160,7 @@ class Backtest(Table):
         frame = self.to_frame().set_index("rows").T.rename_axis(None, axis=1)
         return frame.to_string(float_format="{:.4g}".format, na_rep="")
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> Json:
         """The predictions of rows, those skipped, and the figures of all and of each group."""
         names = ["row_id", "sec_pred", "sec_lo", "sec_hi", "mem_gib_pred", "oom_probability"]
         totals = figures(self.runs) | {"skipped": len(self.skipped), "ignored": self.ignored}

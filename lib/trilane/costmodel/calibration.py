@@ -13,7 +13,7 @@ from trilane.config.model import ModelShape
 from trilane.config.parallelism import Topology
 from trilane.config.training import Dropout
 from trilane.costmodel.constants import BOUNDS, GIVEN, Bound, Constants
-from trilane.utils.tables import Record
+from trilane.utils.tables import Json, Record
 from trilane.utils.validation import (
     from_mapping,
     require,
@@ -139,14 +139,14 @@ class Calibration(Record, Constants):
         text = json.dumps(to_json(read_back), sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:10]
 
-    def kept(self) -> dict[str, Any]:
+    def kept(self) -> Json:
         """The `calibration` beside a plan's prediction in a file: name, hash and the constants
         themselves.
         """
         return {"name": self.name, "hash": self.hash, "constants": to_json(self)}
 
 
-def to_json(calibration: Calibration) -> dict[str, Any]:
+def to_json(calibration: Calibration) -> Json:
     """The constants as a JSON object, without their name; what says where they come from only where
     it is known.
     """

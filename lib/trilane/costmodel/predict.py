@@ -36,7 +36,7 @@ from trilane.costmodel.memory import (
 from trilane.costmodel.shipped import calibration_for, constants_of, default
 from trilane.costmodel.support import Support, support
 from trilane.utils.numbers import with_bounds
-from trilane.utils.tables import DataFrame, Record, as_json
+from trilane.utils.tables import DataFrame, Json, Record, as_json
 from trilane.workspace.study import load_cluster
 
 # probability of running out of memory above which a plan is listed apart, and never recommended
@@ -114,13 +114,13 @@ class Prediction(Record):
         """Whether it runs out of memory with a probability above SAFE."""
         return self.oom_probability > SAFE
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> Json:
         """The prediction with what it rests on in words, without the constants."""
         values = as_json(self)
         del values["calibration"]
         return values
 
-    def beside(self) -> dict[str, Any]:
+    def beside(self) -> Json:
         """What stands beside a plan's own fields in a file: its prediction, and the constants that
         made it.
         """

@@ -15,18 +15,13 @@ import pandas as pd
 from trilane.config.cluster import Cluster, catalogue
 from trilane.costmodel.calibration import Calibration, Configuration, to_json
 from trilane.costmodel.fit import Refit, refit
-from trilane.costmodel.measured_rows import (
-    MeasuredRow,
-    Skipped,
-    Source,
-    read_rows,
-)
+from trilane.costmodel.measured_rows import MeasuredRow, Skipped
 from trilane.costmodel.predict import predict_case
 from trilane.costmodel.shipped import default
 from trilane.costmodel.support import sizes_of
-from trilane.utils.tables import DataFrame, Html, Table, as_json
+from trilane.utils.tables import DataFrame, Html, Json, Table, as_json
 from trilane.utils.validation import require
-from trilane.workspace.study import Study, load_cluster
+from trilane.workspace.study import Study
 
 # All shipped rows lie within 0.7 to 2.5 of what is predicted, also by constants of other software:
 # a tenfold error of one row is beyond 6, other units than seconds are beyond 30.
@@ -121,7 +116,7 @@ class Recalibration(Table):
         lines += [f"ignored {line}" for line in self.ignored]
         return "\n".join(lines)
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> Json:
         values = {
             "rows": len(self.rows),
             "left_out": self.left_out,
@@ -165,23 +160,6 @@ class Recalibration(Table):
             study.save("calibration.json", to_json(self.fitted), made_by),
             study.save_table("predicted.csv", self.to_frame()),
         ]
-
-
-def fit(rows: Source, cluster: Cluster | str) -> Recalibration:
-    """The constants of a cluster fitted to measured rows: a DataFrame, or a CSV or Markdown file,
-    with the columns of read_rows().
-
-        fit(pandas.read_csv("rows.csv"), "jz-a100-80g").fitted
-
-    The prior is what ships for the rows' software (column `engine`). Raises ValueError where no two
-    rows can count, for rows of two clusters, in other units than seconds, or that contradict each
-    other by a factor of ten.
-    """
-    machine = load_cluster(cluster)
-    measured, skipped, ignored = read_rows([rows], machine)
-    if skipped and not isinstance(rows, str | Path):  # those of a file are reported
-        raise ValueError(f"rows={skipped[0].row_id}: {skipped[0].reason}")
-    return recalibrated(measured, skipped, ignored, machine, least=2)
 
 
 def recalibrated(

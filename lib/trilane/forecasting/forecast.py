@@ -17,7 +17,7 @@ from trilane.forecasting.failures import Cause, FailureModel
 from trilane.forecasting.request import ForecastRequest
 from trilane.forecasting.simulation import Outcomes, Work, simulate
 from trilane.utils.numbers import amount, chance, with_bounds
-from trilane.utils.tables import Columns, DataFrame, Table, Text, as_json
+from trilane.utils.tables import Columns, DataFrame, Json, Table, Text, as_json
 from trilane.utils.validation import require, shipped_json
 
 HOUR = 3600.0
@@ -27,7 +27,6 @@ QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)  # of the simulated runs
 DEADLINE = "P(deadline missed)"
 ALLOCATION = "P(allocation overrun)"
 MEMORY = "P(out of memory)"
-Json = dict[str, Any]  # a JSON object
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,7 +22,7 @@ from trilane.costmodel.predict import Prediction, predict
 from trilane.costmodel.shipped import constants_of
 from trilane.forecasting.failures import NODE_FAILURE, Cause, FailureModel, evaluation_s
 from trilane.forecasting.simulation import Uncertainty
-from trilane.utils.tables import Record, as_json
+from trilane.utils.tables import Json, Record, as_json
 from trilane.utils.validation import (
     from_mapping,
     parse_count,
@@ -145,7 +145,7 @@ class ForecastRequest(Record):
         changes = {name: value for name, value in changes.items() if value is not None}
         return replace(model, **changes).measured(self.plan.cluster)
 
-    def kept(self) -> dict[str, Any]:
+    def kept(self) -> Json:
         """The request as JSON, without the plan and its constants, as from_mapping() reads it.
         Single values that were given stand in `risks`.
         """

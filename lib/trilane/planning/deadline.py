@@ -11,12 +11,10 @@ from typing import Any
 from trilane.config.cluster import Cluster
 from trilane.config.engines import ENGINES, default_precision
 from trilane.config.model import ModelShape
-from trilane.costmodel.shipped import calibration_for
-from trilane.forecasting.forecast import Json
 from trilane.planning.size_request import ANY, MOST, SizeRequest
 from trilane.planning.sizing import SHOWN, Proposal, Proposals, fastest, proposed, survey
 from trilane.utils.numbers import size_text
-from trilane.utils.tables import Text
+from trilane.utils.tables import Json, Text
 from trilane.utils.validation import require, require_positive
 from trilane.workspace.study import load_cluster
 
@@ -161,7 +159,6 @@ def best_within(
     gpus: int = 0,
     gbs: int = 0,
     prices: Sequence[float] = (),
-    calibration: str = "",
     **asked: Any,
 ) -> InTime:
     """The largest model that each cluster ends within `days`, by any engine, on its three fastest
@@ -189,8 +186,7 @@ def best_within(
     # a search takes seconds: first what is wrong
     for machine, price in zip(machines, each, strict=True):
         require(machine.gpu.kind == "cuda", "cluster", machine.name, "has no GPUs")
-        asked |= {"calibration": calibration_for(machine, calibration), "price": price}
-        requests.append(SizeRequest(parameters=MOST, cluster=machine, **asked))
+        requests.append(SizeRequest(parameters=MOST, cluster=machine, price=price, **asked))
     rows = []
     reasons = {}
     for request in requests:

@@ -7,7 +7,7 @@ from trilane.config.plan import Plan, plan_from_json, read_plan_values
 from trilane.costmodel.calibration import Calibration
 from trilane.costmodel.predict import SAFE
 from trilane.costmodel.shipped import constants_of
-from trilane.forecasting.forecast import MEMORY, Forecast, Json
+from trilane.forecasting.forecast import MEMORY, Forecast
 from trilane.forecasting.request import ForecastRequest
 from trilane.planning.alternatives import (
     Case,
@@ -18,7 +18,7 @@ from trilane.planning.alternatives import (
 )
 from trilane.planning.search_result import TIE
 from trilane.utils.numbers import amount, chance, with_bounds
-from trilane.utils.tables import Columns, DataFrame, Lines, Table, Text, as_json, displayed
+from trilane.utils.tables import Columns, DataFrame, Json, Lines, Table, Text, as_json, displayed
 from trilane.utils.validation import from_mapping, require, shipped_json
 from trilane.workspace.study import Study
 

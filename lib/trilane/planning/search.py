@@ -1,7 +1,5 @@
 """Search: every topology of a space predicted, the refused counted by rule, the rest ranked."""
 
-import contextlib
-import dataclasses
 import functools
 import math
 from collections import Counter
@@ -26,7 +24,6 @@ from trilane.costmodel.predict import IMPOSSIBLE, SAFE
 from trilane.costmodel.shipped import calibration_for
 from trilane.planning.search_result import Candidate, SearchResult, first_per_lane
 from trilane.planning.space import (
-    ANY,
     SIZES,
     Block,
     ParallelSizes,
@@ -170,7 +167,6 @@ class _Search:
             runnable=self.runnable,
             refused_by_rule={rule: count for rule, count in self.refused.most_common() if count},
             kinds=self.kinds,
-            find_cure=self.cure,
         )
 
     def ranked(self, at_risk: bool) -> tuple[Candidate, ...]:
@@ -180,22 +176,6 @@ class _Search:
             rows = [row for (_, kind), row in self.fastest.items() if kind % 2 == at_risk]
             rows = first_per_lane(sorted(rows, key=lambda row: row.seconds))
         return tuple(self.candidates(rows[: self.top]))
-
-    def cure(self) -> str:
-        """The fewest GPUs, from those asked for by doubling, on which some topology runs without
-        risk and without pins, with its batch, as options; "" where there are none.
-        """
-        gpus = self.space.gpus[0]
-        while gpus <= self.cluster.max_gpus:
-            asked = self.space.gbs[-1]
-            for gbs in (asked, max(1, round(asked / gpus)) * gpus):
-                with contextlib.suppress(ValueError):  # no such space
-                    space = dataclasses.replace(self.space, gpus=(gpus,), gbs=(gbs,), pins={})
-                    result = search_space(self.shape, self.cluster, space, self.calibration, top=1)
-                    if result.rows:
-                        return f"--gpus {gpus} --gbs {gbs} and no pins"
-            gpus *= 2
-        return ""
 
     def kinds(self) -> list[Candidate]:
         return self.candidates(sorted(self.fastest.values(), key=lambda row: row.seconds))
@@ -221,20 +201,6 @@ class _Search:
         return found
 
 
-def search_space(
-    shape: ModelShape,
-    cluster: Cluster,
-    space: Space,
-    calibration: Calibration | None = None,
-    top: int = 200,
-    distinct: bool = False,
-) -> SearchResult:
-    """Predict every topology of a space: the `top` fastest, and those of each kind."""
-    require_integer("top", top, 1)
-    known = calibration or calibration_for(cluster)
-    return _Search(shape, cluster, space, known, top, distinct).run()
-
-
 def search(
     shape: ModelShape | str,
     cluster: Cluster | str,
@@ -248,7 +214,7 @@ def search(
     **choices: Any,
 ) -> SearchResult:
     """Every topology of `gpus` GPUs (one or more counts) and `gbs` sequences an iteration that the
-    engine, or "any", can train.
+    engine can train.
 
     `choices` pins what the search would vary, by Topology's names, each to one value or several, or
     sets what it holds fixed (precision, attention, fp32_gradients, ...).
@@ -257,35 +223,9 @@ def search(
 
         search(shape, load_cluster("jz-a100-80g"), gpus=384, gbs=2048, mbs=(1, 2), recompute="full")
     """
+    require_integer("top", top, 1)
     shape = read_shape(shape)
     cluster = load_cluster(cluster)
     known = calibration_for(cluster, calibration or "")
-    if engine == ANY:
-        choices |= {"gpus": gpus, "gbs": gbs, "calibration": known, "top": top}
-        results = [
-            search(shape, cluster, engine=one, distinct=distinct, **choices) for one in ENGINES
-        ]
-        return _merged(results, top, distinct)
     space = space_for(shape, cluster, gpus=gpus, gbs=gbs, engine=engine, **choices)
-    return search_space(shape, cluster, space, known, top, distinct)
-
-
-def _merged(results: Sequence[SearchResult], top: int, distinct: bool) -> SearchResult:
-    """The result of all engines from those of each."""
-
-    def ranked(parts: Iterable[Sequence[Candidate]]) -> tuple[Candidate, ...]:
-        rows = sorted(chain(*parts), key=lambda c: c.prediction.sec_per_it)
-        return tuple((first_per_lane(rows) if distinct else rows)[:top])
-
-    refused = Counter[str]()
-    for result in results:
-        refused.update(result.refused_by_rule)
-    return dataclasses.replace(
-        results[0],
-        space=dataclasses.replace(results[0].space, engine=ANY),
-        rows=ranked([result.rows for result in results]),
-        risky=ranked([result.risky for result in results]),
-        runnable=sum(result.runnable for result in results),
-        refused_by_rule=dict(refused.most_common()),
-        kinds=lambda: [*chain(*[result.kinds() for result in results])],
-    )
+    return _Search(shape, cluster, space, known, top, distinct).run()

@@ -14,8 +14,8 @@ from trilane.costmodel.predict import SAFE, Prediction, predict
 from trilane.planning.space import Space
 from trilane.utils import tables
 from trilane.utils.numbers import chance, with_bounds
-from trilane.utils.tables import DataFrame, Record, Table, Text
-from trilane.utils.validation import require, require_known
+from trilane.utils.tables import DataFrame, Json, Record, Table, Text
+from trilane.utils.validation import require_known
 
 # Of 52 pairs of measured A100 rows of one table, model and batch whose left-out predictions differ
 # by less than 3 %, 14 are predicted in the wrong order (27 %); of 63 that differ by 3 to 10 % 5, of
@@ -48,7 +48,7 @@ class Candidate(Record, HasTopology):
         """tp, pp and GPUs: replicas that share sequences are no other lane."""
         return self.tp, self.pp, self.gpus
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> Json:
         """The plan as plan.json has it, with its id, prediction and constants."""
         return {"id": self.plan.id, **self.plan.to_json(), **self.prediction.beside()}
 
@@ -60,7 +60,7 @@ class Candidate(Record, HasTopology):
         return f"{seconds} {memory}  gbs {self.topology.gbs:5} {self.plan.id} {self.label}"
 
 
-def plan_columns(plan: Plan, prediction: Prediction) -> dict[str, Any]:
+def plan_columns(plan: Plan, prediction: Prediction) -> Json:
     """A predicted plan as a row of a frame: each choice, its numbers, the sizes of its model."""
     t = plan.topology
     s = plan.shape
@@ -160,7 +160,6 @@ class SearchResult(Candidates):
                  listed apart, best first too
     kinds        makes the fastest plan of each tp x pp x dp, ZeRO stage and recomputation, and of
                  those that are risky; each takes a full prediction
-    find_cure    looks for GPUs and a batch on which a topology runs, as options
     """
 
     space: Space
@@ -168,24 +167,18 @@ class SearchResult(Candidates):
     runnable: int
     refused_by_rule: dict[str, int]
     kinds: Callable[[], list[Candidate]] = field(repr=False, compare=False)
-    find_cure: Callable[[], str] = field(repr=False, compare=False)
 
     @property
     def evaluated(self) -> int:
         """Topologies that were looked at."""
         return self.runnable + sum(self.refused_by_rule.values())
 
-    @property
-    def cure(self) -> str:
-        """What would let some topology run without risk; of a search without candidates."""
-        return f"what would run: {self.find_cure() or 'a smaller model, or a larger card'}"
-
     def best(self, count: int = 0) -> Any:
         """The best plan, or a table of the `count` best; ValueError where none is safe to start."""
         if not self.rows:
             rule = next(iter(self.refused_by_rule), "no dp and microbatch divide the batch")
-            rule = f"no topology can run; {rule}; {self.cure}"
-            require(False, "gpus", ",".join(map(str, self.space.gpus)), rule)
+            gpus = ",".join(map(str, self.space.gpus))
+            raise ValueError(f"gpus={gpus}: no topology can run; {rule}")
         return self.head(count) if count else self.rows[0]
 
     def refusals(self) -> tables.Columns:
@@ -225,24 +218,19 @@ class SearchResult(Candidates):
         if plans:
             lines.append(f"the best of them: {plans[0].prediction.support.words}")
         lines += [c.summary() for c in self.rows]
-        if not self.rows:
-            lines.append(self.cure)
         if self.risky:
             lines.append(f"apart, because these may run out of memory (P above {SAFE:.0%}):")
             lines += [c.summary() for c in self.risky]
         return "\n".join(lines)
 
-    def to_json(self, keep: int | None = None) -> dict[str, Any]:
+    def to_json(self, keep: int | None = None) -> Json:
         """The plans as JSON, at most `keep`, those that may run out of memory apart, and how many
         are refused.
         """
-        values = {
+        return {
             "evaluated": self.evaluated,
             "refused": self.refused_by_rule,
             "held_fixed": self.space.held_fixed,
             "plans": [c.to_json() for c in self.rows[:keep]],
             "risky": [c.to_json() for c in self.risky[:keep]],
         }
-        if not self.rows:
-            values["cure"] = self.cure
-        return values

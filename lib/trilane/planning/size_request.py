@@ -14,12 +14,12 @@ from trilane.config.options import check, option
 from trilane.config.parallelism import LARGEST
 from trilane.costmodel.shipped import calibration_for
 from trilane.forecasting.failures import FailureModel
-from trilane.planning.space import ANY
-from trilane.utils.tables import Record
+from trilane.utils.tables import Json, Record
 from trilane.utils.validation import parse_count, require, require_positive, shipped_json
 
 # NVIDIA, 'Matrix multiplication background', tile quantization; the prequel: nhidden % 128 = 0
 TILE = 128
+ANY = "any"  # engine
 MOST = 1e14  # parameters: a hundred times what has been trained
 
 
@@ -66,9 +66,10 @@ class SizeRequest(Record):
     )
     gpus: int = option(help="GPUs of the run", minimum=1)
     cluster: Cluster = option(cli=False)
+    # or a Calibration
     calibration: Any = option(
-        None, cli=False
-    )  # a Calibration, or a text as calibration_for() takes it
+        "", "constants: a study, a JSON file or a software stack", metavar="SOURCE"
+    )
     engine: str = option(ENGINES[0], "what trains it; any: the fastest", choices=(*ENGINES, ANY))
     # 20 a parameter are compute-optimal: Hoffmann et al. 2022, arXiv:2203.15556
     tokens: str | float = option(
@@ -88,8 +89,7 @@ class SizeRequest(Record):
 
     def __post_init__(self) -> None:
         check(self)
-        if isinstance(self.calibration, str):
-            object.__setattr__(self, "calibration", calibration_for(self.cluster, self.calibration))
+        object.__setattr__(self, "calibration", calibration_for(self.cluster, self.calibration))
         if isinstance(self.tokens, str):
             if not self.tokens.endswith("x"):
                 object.__setattr__(self, "tokens", parse_count("tokens", self.tokens))
@@ -122,7 +122,7 @@ class SizeRequest(Record):
         """
         return padded_vocab_size(self.vocabulary)
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> Json:
         """What is asked, the cluster by its name."""
         asked = {**vars(self), "cluster": self.cluster.name, "vocab_size": self.vocab_size}
         del asked["calibration"]

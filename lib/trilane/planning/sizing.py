@@ -11,7 +11,7 @@ from functools import cached_property
 from typing import Any
 
 from trilane.config.cluster import Cluster
-from trilane.config.engines import default_topology, label_of
+from trilane.config.engines import ENGINES, default_topology, label_of
 from trilane.config.model import ModelShape, padded_vocab_size
 from trilane.config.parallelism import Topology, invalid_reason
 from trilane.config.plan import Plan
@@ -21,12 +21,13 @@ from trilane.planning.search import search
 from trilane.planning.search_result import (
     Candidate,
     Candidates,
+    first_per_lane,
     plan_columns,
 )
-from trilane.planning.size_request import TILE, SizeRequest, usable_heads
+from trilane.planning.size_request import ANY, TILE, SizeRequest, usable_heads
 from trilane.utils.numbers import amount, size_text, with_bounds
-from trilane.utils.tables import Columns, DataFrame, Table, Text, as_json, displayed
-from trilane.utils.validation import parse_integers, require, require_known, shipped_json
+from trilane.utils.tables import DataFrame, Json, Table, Text, as_json, displayed
+from trilane.utils.validation import parse_integers, require, require_known
 from trilane.workspace.study import load_cluster
 
 SHOWN = 12  # shapes in a table
@@ -92,7 +93,7 @@ class Proposal(Candidate):
             "notes": "; ".join(self.notes),
         }
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> Json:
         """The plan as a search has it; its tokens, costs and notes."""
         costs = as_json({"tokens": self.tokens, **self.costs})
         return {**super().to_json(), "costs": costs, "notes": [*self.notes]}
@@ -154,7 +155,7 @@ class Proposals(Table):
         rows = [p.columns(least) for p in self.rows]
         return pd.DataFrame(rows, index=range(1, len(rows) + 1))
 
-    def to_json(self, top: int = SHOWN) -> dict[str, Any]:
+    def to_json(self, top: int = SHOWN) -> Json:
         """The request, the first shapes as plans, and what is refused; bytes, seconds, days,
         GPU-hours.
         """
@@ -231,18 +232,26 @@ def fastest(
 
     Where none is safe, those that may run out of memory.
     """
-    result = search(
-        shape,
-        request.cluster,
-        gpus=request.gpus,
-        gbs=request.gbs,
-        engine=request.engine,
-        calibration=request.calibration,
-        top=top,
-        distinct=True,
-        **request.choices,
-    )
-    return [*(result.rows or result.risky)], Counter(result.refused_by_rule)
+    safe: list[Candidate] = []
+    risky: list[Candidate] = []
+    refused = Counter[str]()
+    for engine in ENGINES if request.engine == ANY else (request.engine,):
+        result = search(
+            shape,
+            request.cluster,
+            gpus=request.gpus,
+            gbs=request.gbs,
+            engine=engine,
+            calibration=request.calibration,
+            top=top,
+            distinct=True,
+            **request.choices,
+        )
+        safe += result.rows
+        risky += result.risky
+        refused.update(result.refused_by_rule)
+    ranked = sorted(safe or risky, key=lambda c: c.prediction.sec_per_it)
+    return first_per_lane(ranked)[:top], refused
 
 
 def _proposal(plan: Plan, request: SizeRequest) -> Proposal:
@@ -367,29 +376,6 @@ def survey_shapes(
     best = min(rows, key=lambda c: c.prediction.sec_per_it)
     in_time = [c for c in rows if c.prediction.sec_per_it <= seconds]
     return ShapeSurvey(rows=tuple(rows), limit_s=seconds, best=[best, *in_time][-1])
-
-
-def published_sizes() -> Columns:
-    """The chronicles' published models and ideas for 200B, each with its size as printed and by
-    formula.
-
-    published_sizes()
-    """
-    names = (
-        "origin",
-        "layers",
-        "hidden",
-        "hidden / layers",
-        "rows of embedding",
-        "printed (B)",
-        "by formula (B)",
-    )
-    rows = []
-    for model in shipped_json("published")["models"]:
-        s = ModelShape(**model["shape"])
-        size = s.hidden_size // s.num_layers, s.vocab_size, model["printed_b"], s.parameters / 1e9
-        rows.append((model["origin"], s.num_layers, s.hidden_size, *size))
-    return Columns.of_rows(names, rows)
 
 
 def hand_on(

@@ -34,7 +34,6 @@ HELD = ("offload", "precision", "overlap_tp")
 OVERLAPS = ("overlap_grad_reduce", "overlap_param_gather")
 OTHERS = ("zero", "sequence_parallel", *OVERLAPS, *HELD)
 VARIED = (*STAGES, *OTHERS)
-ANY = "any"  # engine
 FREE = (*SIZES, "mbs", *VARIED)
 # which overlaps engines have; the others sum gradients alone
 OVERLAPPED = {"megatron": OVERLAPS, "deepspeed-3d": ()}
@@ -89,7 +88,7 @@ class Space(Record):
     engine: str = ENGINES[0]
 
     def __post_init__(self) -> None:
-        require_known("engine", self.engine, (*ENGINES, ANY))
+        require_known("engine", self.engine, ENGINES)
         for name, values in {"gpus": self.gpus, "gbs": self.gbs, **self.pins}.items():
             require(len(values) > 0, name, "()", "needs at least one value")
             for value in values:

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 else:
     DataFrame = Any  # a name for annotations: pandas takes half a second to import
 
+Json = dict[str, Any]  # a JSON object
 REPR_CHARACTERS = 300  # three lines of a terminal
 CELL_CHARACTERS = 1000
 T = TypeVar("T")
