@@ -20,7 +20,6 @@ from typing import Any
 
 from trilane.slurm import attempt, client
 from trilane.slurm.attempt import job_id
-from trilane.slurm.response import Response, decide, verdict_of
 from trilane.utils.files import append_line
 from trilane.utils.process import python, run
 from trilane.utils.validation import require
@@ -29,6 +28,7 @@ from trilane.workspace.heartbeat import read_reports
 from trilane.workspace.run import iteration
 from trilane.workspace.status import RunStatus, Status, write_status
 from trilane_diagnose.node_test import Findings, step
+from trilane_diagnose.response import Response, decide, verdict_of
 
 Tester = Callable[[Sequence[str]], Findings]
 # what srun prints of tasks that failed, such as "srun: error: n7: tasks 0-3: Exited with exit code

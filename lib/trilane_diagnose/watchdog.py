@@ -19,14 +19,12 @@ from pathlib import Path
 
 from trilane.config.plan import Plan, read_plan
 from trilane.launch.outcome import Hang
-from trilane.slurm.response import decide, saves
 from trilane.utils.files import json_lines, read_text, replace_text
 from trilane.utils.process import die_with
 from trilane.workspace import pace
 from trilane.workspace.heartbeat import (
     Heartbeat,
     NodeReport,
-    Stall,
     read_reports,
     remove_records,
     start_id,
@@ -35,6 +33,8 @@ from trilane.workspace.pace import RESTART
 from trilane.workspace.status import RunStatus, Status, known_status, write_status
 from trilane_diagnose.capture import OTHERS_S, capture, capture_here, hosts_in
 from trilane_diagnose.hang import diagnose_hang
+from trilane_diagnose.response import decide, saves
+from trilane_diagnose.stall import Stall
 from trilane_diagnose.stragglers import slowest
 
 LOOK_S = 5.0  # between two looks at the shared disk for requests

@@ -19,8 +19,8 @@ from trilane.config.plan import Plan
 from trilane.utils.process import python, start
 from trilane.workspace import flight_recorder
 from trilane.workspace.heartbeat import END, STACKS, create_record, encode, place
-from trilane.workspace.pace import PaceMeter
 from trilane_engine import phases
+from trilane_engine.pace import PaceMeter
 
 _beats: list["Heartbeat"] = []  # of this process, at most one
 

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from trilane.workspace.pace import PaceMeter, note, slowness
+from trilane.workspace.pace import note, slowness
+from trilane_engine.pace import PaceMeter
 
 
 def lost(*seconds: float, samples: tuple[int, ...] = ()) -> float:

@@ -10,7 +10,7 @@ from typing import Any
 
 from trilane.config import cluster as hardware
 from trilane.config.options import check, option
-from trilane.slurm.response import require_responses
+from trilane.utils.hooks import hook
 from trilane.utils.masking import secret_in
 from trilane.utils.tables import Record
 from trilane.utils.validation import (
@@ -130,7 +130,7 @@ class Site:
         if self.cluster and not self.cluster.endswith(".json"):
             require_known("site.cluster", self.cluster, hardware.catalogue())
         self._require_words()
-        require_responses("site.responses", self.responses)
+        hook("responses")("site.responses", self.responses)
         image = self.container_image
         rule = "and container_image need each other"
         require(bool(self.container) == bool(image), "site.container", self.container, rule)

@@ -12,6 +12,8 @@ HOOKS = {
     "hang_grid": "trilane_diagnose.plots:hang_grid",
     # what reads a .bin/.idx pair
     "check_pair": "trilane_engine.data.corpus:check_pair",
+    # what a site may change of what follows when a run ends
+    "responses": "trilane_diagnose.response:require_responses",
     # what a training on this machine calls: at its begin, at each check, at its end
     "monitor": "trilane_diagnose.watchdog:HangMonitor",
 }

@@ -6,7 +6,8 @@ from dataclasses import replace
 import pytest
 from slurm_cluster import REQUEST, SITE, plan
 
-from trilane.slurm import response, script
+from trilane.slurm import script
+from trilane_diagnose import response
 
 SPARE = ["a", "b", "c"]  # of which a and b train
 
