@@ -5,11 +5,12 @@ in short jobs with a time limit, until the boundary between what works and what 
 import contextlib
 import json
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from trilane.config.plan import Plan
 from trilane.launch.local import train_local
+from trilane.utils.frozen import frozen
 from trilane.utils.tables import Record
 from trilane.utils.validation import require
 from trilane.workspace.run import write_text
@@ -20,7 +21,7 @@ ITERATIONS = 5  # of a job
 Runner = Callable[[Plan], str]  # a plan -> how it ended
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class Trial:
     """One short job: the changed axis and value, and its final status."""
 
@@ -29,7 +30,7 @@ class Trial:
     status: Status
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class Boundary:
     """Along an axis the largest value that works and the smallest that hangs; 0 where there is
     none.
@@ -40,7 +41,7 @@ class Boundary:
     hangs: int
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class Report(Record):
     """All trials in order, and a boundary for each axis."""
 

@@ -1,11 +1,11 @@
 """`trilane debug`: hangs, slow nodes, bad restarts."""
 
-from dataclasses import dataclass
 from pathlib import Path
 
 from trilane.cli.app import Answer, Group, command
 from trilane.config.options import option
 from trilane.config.plan import read_plan
+from trilane.utils.frozen import frozen
 from trilane.utils.validation import require, require_known, require_new
 from trilane.workspace import rank_grid
 from trilane.workspace.heartbeat import read_beats
@@ -22,7 +22,7 @@ from trilane_diagnose.stragglers import find_stragglers
 GROUP = Group("debug", help="Find the cause of a hang, a slow node, a loss spike after a restart.")
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class Ranks:
     """How the ranks are numbered."""
 

@@ -14,6 +14,7 @@ import pandas as pd
 from trilane.analysis.loss_curve import SIGMAS, Restart, change, join, noise
 from trilane.analysis.steady_state import interval
 from trilane.logs.run import RunLog
+from trilane.utils.frozen import frozen
 from trilane.utils.tables import DataFrame, Record, one_line
 from trilane.utils.validation import shipped_json
 
@@ -40,7 +41,7 @@ class Found(NamedTuple):
     expected: float
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class Line:
     """A line of a log: the log's name, the iteration, and the value."""
 
@@ -52,7 +53,7 @@ class Line:
         return f"{self.value:.6g} in iteration {self.iteration} of {self.log}"
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class Break(Record):
     """What a restart did not continue: the last line before it, the first one after it that
     differs, and why.
@@ -83,7 +84,7 @@ class Break(Record):
         return one_line(f"{where}: {self.before}, {self.after} ({size}); {WORDS[self.cause]}")
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class Continuity(Record):
     """Restarts: `breaks`, what they did not continue; `unjudged`, what the logs do not show."""
 

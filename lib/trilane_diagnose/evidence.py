@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from trilane.utils.files import natural
+from trilane.utils.frozen import frozen
 from trilane.utils.tables import short
 from trilane.utils.validation import require, require_folder
 from trilane.workspace import rank_grid
@@ -21,7 +22,7 @@ LARGEST_DUMP = 64 << 20  # bytes
 NO_DUMP = re.compile(r"(?:plan|topology|status|env|ds_config|verdict|failures)\.json$|states-")
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class Evidence:
     """Dumps and Flight Recorder recordings by rank, earlier dumps of the same ranks, the grid, and
     notes.

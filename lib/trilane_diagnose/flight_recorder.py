@@ -8,11 +8,12 @@ import pickle
 import re
 from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 from struct import error as StructError
 from typing import Any, NoReturn
 
+from trilane.utils.frozen import frozen
 from trilane.utils.tables import short
 from trilane.utils.validation import require
 from trilane.workspace.rank_grid import MOST
@@ -54,7 +55,7 @@ class Plain(pickle._Unpickler):
         )
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class Call:
     """One collective as a rank recorded it: its group, its number in it, and the `kind` that all
     ranks share.
@@ -92,7 +93,7 @@ class Call:
         return self.group, self.p2p, self.sequence
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class Recording:
     """The calls of one rank, oldest first, the last number that it entered in each group, and the
     groups' members.

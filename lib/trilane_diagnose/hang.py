@@ -3,10 +3,11 @@ tables.
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from trilane.utils.frozen import frozen
 from trilane.utils.numbers import ranges
 from trilane.utils.tables import DataFrame, Record, Table, as_json, grouped
 from trilane.utils.validation import shipped_json
@@ -23,7 +24,7 @@ SHOWN_REASONS = 4
 EXAMPLE = "Nothing hangs in this study. Shown is an example, made up from the BLOOM chronicles."
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class Group(Record):
     """Ranks with one stack: what they do, over which group of ranks, called where."""
 
@@ -40,7 +41,7 @@ class Group(Record):
         return " < ".join(self.frames[:SHOWN_FRAMES])
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class Verdict(Table):
     """The cause of a hang, from a folder of dumps, with its groups of equal stacks, the largest
     first.

@@ -1,13 +1,13 @@
 """Incident: one verdict on a failure from logs, stacks, Flight Recorder and SLURM's accounting."""
 
 import csv
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from trilane.logs.endings import Level
 from trilane.logs.run import RunLog, read_logs, read_run_folder
 from trilane.slurm import attempt
+from trilane.utils.frozen import frozen
 from trilane.utils.tables import Record
 from trilane.utils.validation import require, require_folder
 from trilane.workspace.status import Status
@@ -23,7 +23,7 @@ NOWHERE = "None assigned"  # of a job that never ran
 CUT = ("6:0", "9:0", "11:0", "15:0")
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class Incident(Record):
     """The verdict on a folder in lines, the first of which is how the run ended; `hang`: that on
     its stacks, as JSON.

@@ -13,8 +13,9 @@ import signal
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 
+from trilane.utils.frozen import frozen
 from trilane.utils.process import Lines, printed_lines, python
 
 # GPUs of one kind in one cluster differ by 8 % on average and up to 22 %, and outliers are 1.5
@@ -26,7 +27,7 @@ GRACE_S = 20.0  # for the slower half of the nodes, which may read torch from a 
 LIMIT_S = 600.0  # half of the nodes may take minutes to import torch for the first time
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class Findings:
     """Why nodes cannot train (`broken`), why others are better (`slow`, with a share of the
     median), and notes.
@@ -37,7 +38,7 @@ class Findings:
     notes: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class Result:
     """What the test of a node found; `broken` is also why it did not end."""
 

@@ -9,7 +9,7 @@ import json
 import math
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from trilane.config.cluster import Cluster
@@ -18,6 +18,7 @@ from trilane.config.model import ModelShape, padded_vocab_size
 from trilane.config.plan import Plan
 from trilane.config.training import Data, Dropout, Run
 from trilane.launch.local import train_local
+from trilane.utils.frozen import frozen
 from trilane.utils.validation import require, require_new
 from trilane.workspace.checkpoints import FOLDER, name_of
 from trilane.workspace.run import write_text
@@ -27,7 +28,7 @@ from trilane_diagnose.restart import RestartComparison, compare_restart
 Start = Callable[[Path], str]  # trains the plan in a folder; "", or why it failed
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class Rehearsal:
     """A tiny plan and its result: the comparison, or the problem before it."""
 

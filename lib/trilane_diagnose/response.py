@@ -5,9 +5,9 @@
 import json
 import os
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
+from trilane.utils.frozen import frozen
 from trilane.utils.validation import require, require_known, shipped_json
 from trilane.workspace.status import RunStatus, Status
 
@@ -30,7 +30,7 @@ VERDICTS = {
 }
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class Response:
     """What is done, an action of ACTIONS, about what; `nodes` leave the run."""
 

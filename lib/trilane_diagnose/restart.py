@@ -4,9 +4,10 @@ tensor.
 
 import math
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
+from trilane.utils.frozen import frozen
 from trilane.utils.numbers import ranges
 from trilane.utils.tables import DataFrame, Table, grouped
 from trilane.utils.validation import DATA, require
@@ -36,7 +37,7 @@ DRIFT_ACROSS_LAYOUTS = 1e-2
 LAST_PLACE = 1e-9  # a schedule that is computed in another order may differ in the last place
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class RestartComparison(Table):
     """What was compared, the findings, and notes; as a table the findings. `example`: the states
     are made up.

@@ -3,13 +3,13 @@
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import cached_property, reduce
 from math import prod
 from operator import add, attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from trilane.utils.frozen import frozen
 from trilane.utils.numbers import ranges
 from trilane.utils.tables import Record, grouped
 from trilane.utils.validation import read_json, require, require_folder
@@ -87,7 +87,7 @@ def _whole(path: Path) -> Iterator[None]:
 Facts = dict[tuple[str, int | None, str], float | str]
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class Holder:
     """A rank and its coordinates."""
 
@@ -100,7 +100,7 @@ class Holder:
 Held = tuple[Holder, Part]
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class Snapshot:
     """All ranks at one moment: what each holds, and the ranks without a fingerprint."""
 
@@ -202,7 +202,7 @@ def _undivided(held: list[Held]) -> tuple[Held, ...]:
     return tuple(held)
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class RestartFinding(Record):
     """A finding. `tensor` is "" where it concerns none; `size`: the relative difference, if any."""
 

@@ -2,12 +2,12 @@
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from trilane.utils.files import natural
+from trilane.utils.frozen import frozen
 from trilane.utils.tables import Record, grouped
 from trilane.utils.validation import require, require_folder, shipped_json
 
@@ -78,7 +78,7 @@ class Thread(NamedTuple):
     is_current: bool = False
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class Dump:
     """One process: the stack of its training thread, and the helper thread that holds Python's GIL
     meanwhile.
@@ -217,7 +217,7 @@ def read_faults(text: str) -> Dump:
     return _dump(threads)
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class LastCalls(Record):
     """The places where the traces of ranks end, the rarest first, which are the suspects: the
     function entered last, the last line run, and the files.

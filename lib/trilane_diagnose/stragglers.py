@@ -3,10 +3,11 @@ phase.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 
+from trilane.utils.frozen import frozen
 from trilane.utils.numbers import ranges
 from trilane.utils.tables import Record, grouped
 from trilane.utils.validation import require
@@ -19,7 +20,7 @@ MOST_OF_NODE = 0.75
 LEAST_SPREAD = 0.01  # of the median
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class Straggler(Record):
     """A slow "rank" or "node" (`kind`): its name, the phase, the seconds above its peers, the
     score.

@@ -4,8 +4,8 @@ none, or elsewhere.
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 
+from trilane.utils.frozen import frozen
 from trilane_diagnose.evidence import Evidence
 from trilane_diagnose.flight_recorder import Call
 from trilane_diagnose.waits import HARD, NO_EVIDENCE, OTHER, Conditions
@@ -19,7 +19,7 @@ Edges = dict[int, set[int]]  # for each waiting rank, those that it waits for
 Reasons = dict[int, str]  # by suspect rank
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class Suspects:
     """The reason for each suspect rank, strongest evidence first, and over which group axis each
     rank waits.

@@ -4,9 +4,10 @@ gone.
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 
+from trilane.utils.frozen import frozen
 from trilane.utils.tables import grouped
 from trilane_diagnose.evidence import Evidence
 from trilane_diagnose.stacks import Frame, Frames, patterns
@@ -23,7 +24,7 @@ CALLERS = 4  # frames that show what a collective is for; further out is the tra
 Key = tuple[tuple[str, str, int], ...]  # of frames
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class Wait:
     """A wait in `op`, which `site` calls: an operation, "device" (what was queued on the GPU), or
     "line" (where most ranks compute or wait).
@@ -63,7 +64,7 @@ class Wait:
         return self.axis in ("next", "previous") or self.op in P2P
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class Condition:
     """What one rank does: its kind (HARD, NO_EVIDENCE, silent, busy or waiting), a description, and
     its stack.

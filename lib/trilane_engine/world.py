@@ -4,7 +4,6 @@ collectives.
 
 import os
 from collections.abc import Callable, MutableMapping
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import TypeVar
 
@@ -13,6 +12,7 @@ import torch.distributed as dist
 
 from trilane.config.engines import shows_gpu
 from trilane.config.plan import Plan
+from trilane.utils.frozen import frozen
 from trilane.utils.process import core_numbers, held_port
 from trilane.utils.validation import HostError, require
 from trilane_engine import patches
@@ -23,7 +23,7 @@ T = TypeVar("T")
 CAPABILITY = {"bf16": ((8, 0), "fp16"), "fp8": ((8, 9), "bf16")}
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class World:
     """This process: rank of size, and its device."""
 

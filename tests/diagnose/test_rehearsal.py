@@ -40,7 +40,7 @@ def test_a_rehearsal_that_failed_or_found_a_difference_exits_with_1(
 ) -> None:
     (tmp_path / "plan.json").write_text(json.dumps(small_plan().to_json()))
     finding = RestartFinding(kind="weights", what="differ")
-    alike = RestartComparison(before=tmp_path, after=tmp_path, compared=(), findings=(), notes=())
+    alike = RestartComparison(compared=(), findings=(), notes=())
     other = replace(alike, findings=(finding,))
     for audit, problem, code in ((alike, "", 0), (other, "", 1), (None, "crashed", 1)):
         done = rehearse.Rehearsal(plan=small_plan(), audit=audit, problem=problem)

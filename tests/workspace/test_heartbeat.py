@@ -18,7 +18,6 @@ from trilane.workspace.heartbeat import (
     RECORD,
     Heartbeat,
     NodeReport,
-    Stall,
     create_record,
     encode,
     own_beats,
@@ -27,6 +26,8 @@ from trilane.workspace.heartbeat import (
     remove_records,
     start_id,
 )
+from trilane_diagnose import stall
+from trilane_diagnose.stall import Stall
 
 ENV = {"SLURM_JOB_ID": "77", "SLURM_STEP_ID": "0", "SLURM_NODEID": "3"}
 
@@ -108,7 +109,7 @@ class Node:
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch, timeout_s: float) -> None:
         self.now, self.beats = 5000.0, dict[int, Heartbeat]()
         monkeypatch.setattr(time, "monotonic", lambda: self.now)
-        monkeypatch.setattr(heartbeat, "own_beats", lambda *_: dict(self.beats))
+        monkeypatch.setattr(stall, "own_beats", lambda *_: dict(self.beats))
         self.stall = Stall(folder, {}, timeout_s)
 
     def beat(self, *ranks: int, step: int = 7, phase: str = "forward", pid: int = 2) -> None:
@@ -147,7 +148,7 @@ def test_a_rank_that_has_exited_stalls_the_others_until_all_have(
     node = Node(tmp_path, monkeypatch, 100.0)
     node.beat(0, pid=999_999_999)
     node.beat(1)
-    monkeypatch.setattr(heartbeat, "process_state", lambda pid: "gone" if pid > 2 else "S")
+    monkeypatch.setattr(stall, "process_state", lambda pid: "gone" if pid > 2 else "S")
     assert node.stalls_after(101)
     assert node.stall.cause(2).endswith("which has exited or does not answer")
     node.beat(1, pid=999_999_998)

@@ -7,7 +7,7 @@ import math
 import os
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from glob import glob
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from trilane.config.cluster import Cluster, Gpu
 from trilane.costmodel.recalibration import Recalibration
 from trilane.logs.dialects import use
 from trilane.logs.written_tables import read_runs
+from trilane.utils.frozen import frozen
 from trilane.utils.numbers import size_text
 from trilane.utils.progress import progress
 from trilane.utils.tables import (
@@ -47,7 +48,7 @@ HEADS = shipped_json("table_heads")
 PARSED = "iterations first_iteration last_iteration sec_per_it tflops memory_gib loss hosts exclude"
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class MeasuredRuns(Table):
     """The runs, each with its own name, also those without an iteration; and why other files were
     not read.

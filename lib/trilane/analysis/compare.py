@@ -4,12 +4,12 @@ configuration do.
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
 
 from trilane.analysis.measure import Measurement
+from trilane.utils.frozen import frozen
 from trilane.utils.tables import Record
 from trilane.utils.validation import require
 
@@ -22,7 +22,7 @@ CONFIDENCE = 0.95  # of the interval
 SINGLE_SOURCE = "of repeats of one configuration on one day, 7 pairs on Jean Zay"
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class Comparison(Record):
     """B relative to A by the medians of their runs; `change` is ln(B / A) of the time, below 0
     where B is faster.

@@ -4,7 +4,7 @@ phases.
 
 import math
 import re
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from trilane.config.cluster import Gpu
 from trilane.config.plan import Plan, read_plan
 from trilane.logs.checks import median, of_card
 from trilane.logs.run import RunLog, read_run_folder
+from trilane.utils.frozen import frozen
 from trilane.utils.tables import Json, Record, as_json
 from trilane.utils.validation import shipped_json
 from trilane.workspace.status import Status
@@ -71,7 +72,7 @@ def mfu(config: RunConfig, seconds: float) -> float:
     return shape.flops_per_iteration(config.gbs) / peak_flops
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class Measurement(Record):
     """The summary of one run that every command, table and notebook shows; NaN where neither log
     nor plan has a value.

@@ -2,7 +2,7 @@
 card.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -12,6 +12,7 @@ from trilane.config.model import GATED, ModelShape, padded_vocab_size
 from trilane.config.plan import Plan
 from trilane.logs.checks import median
 from trilane.logs.run import RunLog
+from trilane.utils.frozen import frozen
 from trilane.utils.validation import shipped_json
 
 # Names of one argument, the most reliable first: Megatron's, those of 2020, DeepSpeed's, the
@@ -22,7 +23,7 @@ NAMES: dict[str, Any] = shipped_json("log_arguments")
 OFF = ("None", "False", "0", "1", "")  # Megatron-DeepSpeed prints [1] for no experts
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class RunConfig:
     """What ran. Where unknown: no shape, 0 for a number, "" for the precision, one for a
     degree of parallelism.

@@ -4,13 +4,13 @@ restart changed.
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import pandas as pd
 
 from trilane.analysis.loss_curve import LEAST, SIGMAS, WINDOW, Curve, baseline, change, join
 from trilane.logs.run import RunLog
+from trilane.utils.frozen import frozen
 from trilane.utils.hooks import hook
 from trilane.utils.tables import Json, Record
 
@@ -21,7 +21,7 @@ DIVERGENCE = math.log(1.1)
 RETURNED = 3.0  # of robust noise: the value is back at its level
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class Event(Record):
     """An anomaly of a training.
 

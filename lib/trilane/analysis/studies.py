@@ -1,13 +1,13 @@
 """Studies side by side: what was chosen, predicted and measured in each, and their losses."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 import pandas as pd
 
 from trilane.analysis.collect import MeasuredRuns
 from trilane.analysis.loss_curve import Curve
 from trilane.analysis.measure import measure
+from trilane.utils.frozen import frozen
 from trilane.utils.numbers import amount
 from trilane.utils.tables import DataFrame, Json, Table, Text
 from trilane.utils.validation import require, require_known
@@ -27,7 +27,7 @@ DATED = (
 MEASURED = ("sec_per_it", "tflops", "tokens_per_s", "memory_gib", "loss", "status")
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class StudyComparison(Table):
     """What differs between studies: a row a choice or result, a column a study.
 

@@ -1,7 +1,6 @@
 """`trilane slurm`: pre-flight check, scripts, jobs, sweeps, chains, sites."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ from trilane.slurm import client, jobs, preflight, sites
 from trilane.slurm import script as scripts
 from trilane.slurm import study_runs as several
 from trilane.slurm.sites import JobRequest, Site
+from trilane.utils.frozen import frozen
 from trilane.utils.hooks import hook
 from trilane.utils.tables import one_line
 from trilane.utils.validation import to_mapping
@@ -25,7 +25,7 @@ TRY_AGAIN = 75  # EX_TEMPFAIL of sysexits.h
 RUNS = option(argument="RUNS...")
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class Job(JobRequest):
     """What a job asks for, of which site, and which findings are only warnings."""
 

@@ -1,14 +1,14 @@
 """Ramp: a batch size that grows while the run consumes samples, as Megatron-LM counts it."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 from trilane.config.options import Rules, check, option
 from trilane.config.parallelism import Topology
+from trilane.utils.frozen import frozen
 from trilane.utils.validation import parse_integers, require
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class Phase:
     """Consecutive iterations of one batch size: `iterations` x `gbs` samples, the first of them
     sample `first`.
@@ -19,7 +19,7 @@ class Phase:
     first: int
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class Batch:
     """One iteration's samples: iteration `number`, counted from 1, takes `gbs` of them, the first
     is sample `first`.
@@ -35,7 +35,7 @@ class Batch:
         return self.first + self.gbs
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class Ramp:
     """From `start` sequences an iteration to the plan's gbs in steps of `increment`, over
     `samples`; 0: constant.

@@ -5,11 +5,11 @@ yours.
 import dataclasses
 import math
 import re
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from trilane.config.options import Rules, check, option
+from trilane.utils.frozen import frozen
 from trilane.utils.tables import Columns, Record
 from trilane.utils.validation import (
     DATA,
@@ -39,7 +39,7 @@ def _count(help: str, **facts: Any) -> Any:
     return option(help=help, minimum=1, maximum=1_000_000, **facts)
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class Gpu:
     """One accelerator, or one process of a CPU machine (`kind` "cpu").
 
@@ -83,7 +83,7 @@ class Gpu:
         return rate
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class Cluster(Record):
     """Nodes of equal GPUs; `sources` is where each number comes from."""
 

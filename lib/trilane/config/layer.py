@@ -4,16 +4,17 @@ import hashlib
 import inspect
 import linecache
 import re
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path
 
+from trilane.utils.frozen import frozen
 from trilane.utils.validation import read_text, require
 
 STANDARD = "megatron-core's"  # as a checkpoint names the layer of a plan without one
 MOST_BYTES = 1 << 20
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class Layer:
     """The class of a layer: `FILE.py:CLASS`, and the file's text, which each node runs."""
 

@@ -2,10 +2,10 @@
 per iteration.
 """
 
-from dataclasses import dataclass
 from typing import Any
 
 from trilane.config.options import Rules, check, option
+from trilane.utils.frozen import frozen
 from trilane.utils.tables import Record
 from trilane.utils.validation import is_count, parse_integers, require, require_integer
 
@@ -17,7 +17,7 @@ def _size(help: str, bits: int, **facts: Any) -> Any:
     return option(help=help, minimum=1, maximum=1 << bits, **facts)
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class ModelShape(Record):
     """The sizes of a dense decoder; without the fields after `vocab_size`, those of GPT-2.
 

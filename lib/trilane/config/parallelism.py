@@ -2,7 +2,7 @@
 the cluster.
 """
 
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from itertools import chain
 from operator import attrgetter
 from typing import Any
@@ -12,6 +12,7 @@ import numpy as np
 from trilane.config.cluster import PRECISIONS, Cluster
 from trilane.config.model import ModelShape
 from trilane.config.options import Rules, changed, check, first_broken, option
+from trilane.utils.frozen import frozen
 from trilane.utils.tables import Record
 from trilane.utils.validation import require
 
@@ -32,7 +33,7 @@ PARTITION = ("uniform", "type:transformer|embedding")
 OFFLOAD = ("none", "optimizer", "full")
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class Topology(Record):
     """The run uses tp x cp x pp x dp GPUs; microbatches of `mbs` sequences, `gbs` sequences an
     iteration.

@@ -6,7 +6,7 @@ import hashlib
 import json
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from trilane.config.model import ModelShape
 from trilane.config.options import Rules, changed, check, option
 from trilane.config.parallelism import HasTopology, Topology, invalid_reason
 from trilane.config.training import Data, Dropout, Optimizer, Run, inside
+from trilane.utils.frozen import frozen
 from trilane.utils.tables import DataFrame, Record
 from trilane.utils.validation import (
     from_mapping,
@@ -51,7 +52,7 @@ DERIVED = (
 MOST_SAMPLES = 1 << 34
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class Plan(Record, HasTopology):
     """Everything that one training run needs; if it exists, a program can run it. ValueError
     otherwise.

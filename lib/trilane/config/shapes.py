@@ -9,11 +9,11 @@ import dataclasses
 import functools
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from trilane.config.model import ModelShape, padded_vocab_size, parse_shape
 from trilane.config.options import Rules, first_broken
+from trilane.utils.frozen import frozen
 from trilane.utils.validation import (
     from_mapping,
     read_object,
@@ -97,7 +97,7 @@ def shape_of_config(values: Mapping[str, Any], seq_length: int = 0) -> ModelShap
     return shape
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class Family:
     """One class of models in transformers.
 

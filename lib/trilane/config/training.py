@@ -5,16 +5,17 @@ it leaves behind.
 import math
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from trilane.config.batch_rampup import Ramp
 from trilane.config.options import Rules, check, option
+from trilane.utils.frozen import frozen
 from trilane.utils.validation import require, require_path
 
 Ranges = tuple[tuple[int, int], ...]  # (first, last) of each, both left out
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class Part:
     """One source of a blend."""
 
@@ -27,7 +28,7 @@ class Part:
         check(self, "data.blend.")
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class Data:
     """Where the tokens come from."""
 
@@ -76,7 +77,7 @@ class Data:
         return [share / sum(shares) for share in shares]
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class Optimizer:
     """AdamW and its schedule: linear warm-up, then cosine from `lr` to `min_lr`, both counted in
     samples.
@@ -127,7 +128,7 @@ class Optimizer:
         return self.min_lr + (self.lr - self.min_lr) * (1 + math.cos(math.pi * progress)) / 2
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class Dropout:
     """Shares of values that training sets to 0; in Megatron-LM both are 0.1 by default."""
 
@@ -142,7 +143,7 @@ class Dropout:
         check(self, "dropout.")
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class Run:
     """How long the run is and what it leaves behind."""
 

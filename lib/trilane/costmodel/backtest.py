@@ -3,7 +3,6 @@ them; errors.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from operator import attrgetter
 
 import numpy as np
@@ -20,6 +19,7 @@ from trilane.costmodel.measured_rows import (
 from trilane.costmodel.memory import DEFAULT
 from trilane.costmodel.predict import Prediction, predict_case, predict_rows
 from trilane.costmodel.shipped import prior_of
+from trilane.utils.frozen import frozen
 from trilane.utils.progress import progress
 from trilane.utils.tables import DataFrame, Json, Table, Text, as_json, grouped
 from trilane.utils.validation import DATA, require, require_known
@@ -123,7 +123,7 @@ def ranking_figures(timed: DataFrame) -> Json:
     }
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class Backtest(Table):
     """Measured rows with their predictions (`runs`, see compared()), and the rows that could not be
     read; shown as a table of figures.

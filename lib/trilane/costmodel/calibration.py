@@ -4,7 +4,7 @@ predictions scatter.
 
 import hashlib
 import json
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from functools import cached_property
 from typing import Any
 
@@ -13,6 +13,7 @@ from trilane.config.model import ModelShape
 from trilane.config.parallelism import Topology
 from trilane.config.training import Dropout
 from trilane.costmodel.constants import BOUNDS, GIVEN, Bound, Constants
+from trilane.utils.frozen import frozen
 from trilane.utils.tables import Json, Record
 from trilane.utils.validation import (
     from_mapping,
@@ -26,7 +27,7 @@ WIDEST = 200.0  # half-width of an interval of ln(seconds), far from where exp()
 FACTOR = Bound(0.5, 0.8, 0.002, 1.5)  # of what a regime leaves of a constant
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class Regime:
     """Days (and sizes of jobs, where given) on which some constants were others: a covariate, not
     noise.
@@ -51,7 +52,7 @@ class Regime:
         return is_of_days and (not self.gpus or gpus in self.gpus)
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class Configuration(Record):
     """One run to be predicted: what ran where, in which engine, and on which ISO day ("" where
     unknown).
@@ -67,7 +68,7 @@ class Configuration(Record):
     dropout: Dropout = field(default_factory=Dropout)
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class Calibration(Record, Constants):
     """The constants of constants.py, fitted; `half_width` is the 90 % interval's, of ln(seconds);
     `rows` fitted to.

@@ -2,9 +2,10 @@
 bound.
 """
 
-from dataclasses import dataclass, field, fields
+from dataclasses import field, fields
 from typing import Any, NamedTuple
 
+from trilane.utils.frozen import frozen
 from trilane.utils.validation import shipped_json
 
 
@@ -38,7 +39,7 @@ def _prior(name: str) -> Any:
     return field(default=bound.prior, metadata={"bound": bound})
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class Constants:
     """Numbers, or in a fit arrays with one entry a row, where rows were measured under different
     conditions.

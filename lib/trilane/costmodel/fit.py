@@ -3,7 +3,7 @@ and the uncertainty of predictions by such constants, as a covariance over plans
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -13,6 +13,7 @@ from trilane.costmodel.calibration import FACTOR, WIDEST, Calibration, Configura
 from trilane.costmodel.columns import Columns, columns_of
 from trilane.costmodel.constants import BOUNDS, GIVEN, Constants
 from trilane.costmodel.iteration import iteration_columns, iteration_time
+from trilane.utils.frozen import frozen
 from trilane.utils.tables import grouped
 
 NOISE = {"cuda": 0.02, "cpu": 0.05}  # of ln(seconds): repeats differ by 0.15-2 % (docs/planner.md)
@@ -127,7 +128,7 @@ def left_out(errors: np.ndarray, effects: np.ndarray, noise: float) -> np.ndarra
     return errors / np.maximum(1 - leverage, 0.1)
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class Refit:
     """A calibration after rows, and what it is worth.
 

@@ -1,7 +1,6 @@
 """Seconds per iteration and its parts, for one plan or for arrays of them."""
 
 import functools
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -18,9 +17,10 @@ from trilane.costmodel.columns import (
 from trilane.costmodel.constants import Constants
 from trilane.costmodel.layers import embedding_seconds, head_seconds, layer_time
 from trilane.costmodel.memory import extreme_stages, memory_bytes, stage_layers_at
+from trilane.utils.frozen import frozen
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class IterationTime(Parts):
     """Where the seconds of one iteration go.
 

@@ -6,7 +6,7 @@ import contextlib
 import functools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from trilane.config.model import ModelShape
 from trilane.config.parallelism import Topology
 from trilane.costmodel.calibration import Configuration
 from trilane.logs import written_tables
+from trilane.utils.frozen import frozen
 from trilane.utils.tables import one_line
 from trilane.utils.validation import (
     DATA,
@@ -37,7 +38,7 @@ MOST_BYTES = 1 << 26  # of a file of rows
 FILES = shipped_json("row_columns")["files"]
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class MeasuredRow:
     """A measured run: configuration, seconds per iteration and bytes of the fullest GPU (NaN if
     unknown), and OOM.
@@ -59,7 +60,7 @@ class MeasuredRow:
     problem: str = ""
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class Skipped:
     """A row that could not be read, and why."""
 

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -21,10 +20,11 @@ from trilane.costmodel.columns import (
     Number,
     Parts,
 )
+from trilane.utils.frozen import frozen
 from trilane.utils.validation import from_mapping, shipped_json
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class MemoryConstants:
     """What no formula gives, fitted to 115 rows of the BigScience documents. Other software:
     data/stacks.json.
@@ -155,7 +155,7 @@ def memory_for(
     return constants
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class StageMemory(Parts):
     """What one GPU of a pipeline stage holds at its peak, in bytes."""
 

@@ -3,11 +3,11 @@ microbatch.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from trilane.config.parallelism import Topology
 from trilane.costmodel.predict import Prediction
+from trilane.utils.frozen import frozen
 
 Step = tuple[bool, int, int]  # whether it is a forward pass, its microbatch, its model chunk
 
@@ -25,7 +25,7 @@ class Pass(NamedTuple):  # of a dataclass 50,000 take twice as long
     end: float
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class PipelineSchedule:
     """All passes of one iteration, stage by stage in their order, and what follows them on every
     stage.

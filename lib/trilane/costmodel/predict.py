@@ -5,7 +5,7 @@ uncertainty; and the measured rows that it rests on.
 import math
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,7 @@ from trilane.costmodel.memory import (
 )
 from trilane.costmodel.shipped import calibration_for, constants_of, default
 from trilane.costmodel.support import Support, support
+from trilane.utils.frozen import frozen
 from trilane.utils.numbers import with_bounds
 from trilane.utils.tables import DataFrame, Json, Record, as_json
 from trilane.workspace.study import load_cluster
@@ -44,7 +45,7 @@ SAFE = 0.01
 IMPOSSIBLE = 0.5  # from here on a search refuses it
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class Prediction(Record):
     """Seconds per iteration with a 90 % interval, and memory of the fullest stage with a
     probability of running out.

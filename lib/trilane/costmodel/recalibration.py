@@ -4,7 +4,7 @@ other better.
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from trilane.costmodel.measured_rows import MeasuredRow, Skipped
 from trilane.costmodel.predict import predict_case
 from trilane.costmodel.shipped import default
 from trilane.costmodel.support import sizes_of
+from trilane.utils.frozen import frozen
 from trilane.utils.tables import DataFrame, Html, Json, Table, as_json
 from trilane.utils.validation import require
 from trilane.workspace.study import Study
@@ -29,7 +30,7 @@ CONTRADICTION = 6
 OTHER_UNIT = 30
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class Recalibration(Table):
     """Measured rows, and the constants before and after them; false where there are no rows.
 

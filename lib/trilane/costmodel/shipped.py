@@ -5,7 +5,7 @@ one's own.
 import functools
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +16,7 @@ from trilane.costmodel.calibration import Calibration, Configuration, Regime, fr
 from trilane.costmodel.constants import BOUNDS, card_facts
 from trilane.costmodel.fit import MISFIT, log_constants, row_errors, sensitivities
 from trilane.costmodel.measured_rows import MeasuredRow, every_row, stacks, usable
+from trilane.utils.frozen import frozen
 from trilane.utils.tables import grouped
 from trilane.utils.validation import from_mapping, read_json, require, shipped_json
 from trilane.workspace.study import Study, load_cluster
@@ -63,7 +64,7 @@ def _fits() -> list["Fit"]:
     return [Fit.of(rows, _shipped(name)) for name, rows in groups.items()]
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class Fit:
     """What the rows of one cluster and software stack say, linearized at a calibration fitted to
     them.

@@ -3,13 +3,13 @@
 import csv
 import functools
 import math
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from trilane.costmodel.calibration import Calibration, Configuration
 from trilane.costmodel.columns import columns_of
+from trilane.utils.frozen import frozen
 from trilane.utils.validation import DATA, shipped_json
 
 DISTANCES = shipped_json("distances")
@@ -20,7 +20,7 @@ NEAR = 0.5  # up to this distance the fitted interval holds
 FAR = 1.0  # from here on no measured run supports a prediction
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class Support:
     """Which measured run a prediction rests on: the nearest `row`, its distance, and what sets it
     apart.

@@ -6,15 +6,15 @@ from it here.
 """
 
 import json
-from dataclasses import dataclass
 from pathlib import Path
 
 from trilane.config.plan import Plan, locate_plan
+from trilane.utils.frozen import frozen
 from trilane.utils.tables import Record
 from trilane.utils.validation import from_mapping, read_json
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class Collective(Record):
     """The collectives of one kind in one group, of one rank in one iteration; a send and a receive
     count as one each.
@@ -31,7 +31,7 @@ class Collective(Record):
     bytes: float
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class Pass(Record):
     """One pass as it ran: forward or backward of a microbatch and model chunk (both from 0), or the
     optimizer's step.
@@ -42,7 +42,7 @@ class Pass(Record):
     chunk: int
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class TracedStage(Record):
     """One rank of a pipeline stage (its first, of the first replica) over one iteration of all
     microbatches.
@@ -79,7 +79,7 @@ class TracedStage(Record):
     schedule: tuple[Pass, ...] = ()
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class Trace(Record):
     """The stages of the plan of this id that ran: the first, the last, and between one for each
     count of layers.

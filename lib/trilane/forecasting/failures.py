@@ -3,12 +3,13 @@ checkpoint interval.
 """
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from enum import StrEnum
 
 from trilane.config.cluster import Cluster
 from trilane.config.options import check, option
 from trilane.config.parallelism import Topology
+from trilane.utils.frozen import frozen
 from trilane.utils.validation import require, shipped_json
 
 NODE_YEAR_S = 365.25 * 86400.0
@@ -25,7 +26,7 @@ class Cause(StrEnum):
     JOB_ENDS = "ends of jobs"
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class Interruption:
     """One kind of interruption: its median rates, per year of each node at work and per year of the
     whole job.
@@ -56,7 +57,7 @@ def published_stops() -> tuple[Interruption, ...]:
     return tuple(Interruption(**stop) for stop in shipped_json("risks")["stops"])
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class FailureModel:
     """The costs of a long run that a benchmark does not show: "sources" of data/risks.json has
     where each is from.

@@ -3,7 +3,6 @@ limit.
 """
 
 import math
-from dataclasses import dataclass
 from datetime import datetime, time, timedelta
 from functools import cached_property
 from pathlib import Path
@@ -16,6 +15,7 @@ from trilane.costmodel.fit import Z90
 from trilane.forecasting.failures import Cause, FailureModel
 from trilane.forecasting.request import ForecastRequest
 from trilane.forecasting.simulation import Outcomes, Work, simulate
+from trilane.utils.frozen import frozen
 from trilane.utils.numbers import amount, chance, with_bounds
 from trilane.utils.tables import Columns, DataFrame, Json, Table, Text, as_json
 from trilane.utils.validation import require, shipped_json
@@ -29,7 +29,7 @@ ALLOCATION = "P(allocation overrun)"
 MEMORY = "P(out of memory)"
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class Forecast(Table):
     """What follows from a request; it shows itself as a table of date, days, GPU-hours and money.
 

@@ -4,7 +4,7 @@ fixed costs.
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import UTC, date, datetime
 from functools import cached_property
 from typing import Any
@@ -22,6 +22,7 @@ from trilane.costmodel.predict import Prediction, predict
 from trilane.costmodel.shipped import constants_of
 from trilane.forecasting.failures import NODE_FAILURE, Cause, FailureModel, evaluation_s
 from trilane.forecasting.simulation import Uncertainty
+from trilane.utils.frozen import frozen
 from trilane.utils.tables import Json, Record, as_json
 from trilane.utils.validation import (
     from_mapping,
@@ -46,7 +47,7 @@ def parse_day(field: str, text: object) -> date:
     return day
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class ForecastRequest(Record):
     """A plan, its tokens and ramp, the risks, and the limits that must be kept.
 

@@ -3,18 +3,18 @@ pieces (J).
 """
 
 import math
-from dataclasses import dataclass
 
 import numpy as np
 
 from trilane.forecasting.failures import NODE_YEAR_S, Cause, FailureModel
+from trilane.utils.frozen import frozen
 from trilane.utils.validation import require
 
 MOST_UNDONE = 0.9  # of the work that interruptions undo: a run that loses more never ends
 MOST_LOST = 10  # times its work that a run may lose: no plan is meant to
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class Work:
     """The pieces of a run in their order; those of one batch size, `same`, share the error of their
     prediction.
@@ -27,7 +27,7 @@ class Work:
     spare_nodes: int = 0  # in reserve
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class Uncertainty:
     """Lognormal error of the predicted seconds, as standard deviations of the logarithm.
 
@@ -46,7 +46,7 @@ class Uncertainty:
         return self.slowdown * math.exp(min((self.common**2 + self.independent**2) / 2, 99.0))
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class Outcomes:
     """N simulated runs: total and charged seconds, seconds until the end of each piece, lost
     seconds by cause.

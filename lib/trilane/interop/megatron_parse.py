@@ -4,7 +4,7 @@ cannot represent.
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from typing import Any, TypeVar
 
 from trilane.config.batch_rampup import Ramp, parse_ramp
@@ -14,6 +14,7 @@ from trilane.config.parallelism import Topology
 from trilane.config.plan import Plan
 from trilane.config.training import Data, Dropout, Optimizer, Part, Run
 from trilane.interop.megatron_args import known_arguments
+from trilane.utils.frozen import frozen
 from trilane.utils.numbers import ranges
 from trilane.utils.validation import parse_integers, require, require_known
 
@@ -74,7 +75,7 @@ class Given:
         return values
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class ParsedPlan:
     """A plan, and the arguments that it does not represent: `ignored` as irrelevant to a plan,
     `unknown`, and in `differs` values that a plan has otherwise, as `name=value: a plan has ...`.

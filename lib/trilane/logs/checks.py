@@ -1,11 +1,11 @@
 """Checks: numbers of a run that cannot be right."""
 
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
 
 import numpy as np
 
 from trilane.logs.table import NAN
+from trilane.utils.frozen import frozen
 from trilane.utils.validation import shipped_json
 
 MOST_NUMBER = 1e15  # of an iteration; a larger one is damaged
@@ -21,7 +21,7 @@ EMPTY = np.empty(0)
 ROUNDED = 1e12  # FLOP/s: programs print tenths of a TFLOP/s; below one, rounding decides
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class Problem:
     """What cannot be right in a column, or cannot be known: `rule` by its short name."""
 

@@ -10,11 +10,12 @@ import functools
 import os
 import re
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path
 from typing import NamedTuple
 
 from trilane.logs.table import Row, Unit
+from trilane.utils.frozen import frozen
 from trilane.utils.validation import (
     DATA,
     from_mapping,
@@ -59,7 +60,7 @@ def row_of(spans: Iterable[Span], line: bytes) -> Row:
     return row
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class Dialect:
     """How one trainer prints its iterations: the keys of its file, as docs/guides/my-logs.md has
     them.

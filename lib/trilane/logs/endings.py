@@ -3,11 +3,12 @@ run itself.
 """
 
 import re
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from enum import IntEnum
 from functools import cache
 
 from trilane.logs.places import Place, place_of
+from trilane.utils.frozen import frozen
 from trilane.utils.tables import printable
 from trilane.utils.validation import shipped_json
 from trilane.workspace.status import Status
@@ -50,7 +51,7 @@ OF_PROGRAM = (Level.CAUSE, Level.ERROR, Level.CONSEQUENCE)
 ENDS = (Level.SCHEDULER, Level.OUTSIDE, Level.WRAPPER)
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class Ending:
     """A line about the end of a run, and the place that it prints; `rows` read before it
     (iterations), and the nodes at fault of all such lines.

@@ -1,7 +1,7 @@
 """RunLog: the content of one training run's log, or of a run folder, and how the run ended."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +17,7 @@ from trilane.logs.reading.reader import Reader
 from trilane.logs.reading.runs import PartialRun
 from trilane.logs.reading.trainer_dicts import number_iterations
 from trilane.logs.table import NumericTable
+from trilane.utils.frozen import frozen
 from trilane.utils.tables import DataFrame, Table, show
 from trilane.utils.validation import shown
 from trilane.workspace.status import Status, known_status
@@ -29,7 +30,7 @@ UNREAD = "holds no iteration line (docs/guides/my-logs.md has how to read anothe
 SHOWN = 10  # iterations that a notebook shows of a log
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class RunLog(Table):
     """One run, in seconds, bytes and FLOP/s. It shows its last iterations.
 

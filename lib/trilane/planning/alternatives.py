@@ -2,7 +2,7 @@
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from datetime import timedelta
 from itertools import islice
 from typing import Any
@@ -13,6 +13,7 @@ from trilane.config.parallelism import Topology
 from trilane.forecasting.forecast import Forecast
 from trilane.forecasting.request import ForecastRequest
 from trilane.planning.search import search
+from trilane.utils.frozen import frozen
 from trilane.utils.tables import DataFrame, Record, Table
 from trilane.utils.validation import require, require_known
 
@@ -29,7 +30,7 @@ HELD = [
 ]
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class Case(Record):
     """A plan and circumstances under which it runs, simulated."""
 
@@ -46,7 +47,7 @@ class Case(Record):
         return f"{self.hours() / base.gpu_hours(0.5) - 1:+.1%} GPU-hours"
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class Cases(Table):
     """Cases by kind, each forecast by as many simulated runs from one seed."""
 

@@ -4,7 +4,7 @@ topologies.
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import product
 from typing import Any
 
@@ -13,6 +13,7 @@ from trilane.config.engines import ENGINES, default_precision
 from trilane.config.model import ModelShape
 from trilane.planning.size_request import ANY, MOST, SizeRequest
 from trilane.planning.sizing import SHOWN, Proposal, Proposals, fastest, proposed, survey
+from trilane.utils.frozen import frozen
 from trilane.utils.numbers import size_text
 from trilane.utils.tables import Json, Text
 from trilane.utils.validation import require, require_positive
@@ -25,7 +26,7 @@ NEAR = 1.02  # sizes that a bisection no longer tells apart
 NOTE = "Shapes have published ratios of width to depth: which of them learns best is not asked."
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class InTime(Proposals):
     """Plans that end in time, those of a cluster together and its best first; without rows nothing
     ends. Its request is that of the first cluster, for the largest size; `reasons` is why nothing

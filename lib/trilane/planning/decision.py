@@ -1,6 +1,6 @@
 """Whether to start a forecast's plan or an alternative, and the page for whoever decides."""
 
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from functools import cached_property
 
 from trilane.config.plan import Plan, plan_from_json, read_plan_values
@@ -17,6 +17,7 @@ from trilane.planning.alternatives import (
     what_ifs,
 )
 from trilane.planning.search_result import TIE
+from trilane.utils.frozen import frozen
 from trilane.utils.numbers import amount, chance, with_bounds
 from trilane.utils.tables import Columns, DataFrame, Json, Lines, Table, Text, as_json, displayed
 from trilane.utils.validation import from_mapping, require, shipped_json
@@ -70,7 +71,7 @@ def calendar_record(found: Forecast, source: Json) -> Json:
     return {**found.record, **request, "source": source}
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class Decision(Table):
     """The page for whoever decides on a forecast: Decision(asked=forecast(plan, tokens=341e9)).
 

@@ -3,7 +3,7 @@ refused.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from functools import cached_property
 from typing import Any
 
@@ -13,6 +13,7 @@ from trilane.costmodel.calibration import Calibration
 from trilane.costmodel.predict import SAFE, Prediction, predict
 from trilane.planning.space import Space
 from trilane.utils import tables
+from trilane.utils.frozen import frozen
 from trilane.utils.numbers import chance, with_bounds
 from trilane.utils.tables import DataFrame, Json, Record, Table, Text
 from trilane.utils.validation import require_known
@@ -23,7 +24,7 @@ from trilane.utils.validation import require_known
 TIE = 0.03
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class Candidate(Record, HasTopology):
     """A plan of a search, with the constants that predict it."""
 
@@ -84,7 +85,7 @@ def plan_columns(plan: Plan, prediction: Prediction) -> Json:
     }
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class Candidates(Table):
     """Plans of a search in their order, as a table."""
 
@@ -152,7 +153,7 @@ def first_per_lane(rows: Iterable[Any]) -> list[Any]:
     return list(first.values())
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class SearchResult(Candidates):
     """The best plans, best first; all refused topologies counted by rule.
 

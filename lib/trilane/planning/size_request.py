@@ -4,7 +4,6 @@ follow from it.
 
 import dataclasses
 import math
-from dataclasses import dataclass
 from typing import Any
 
 from trilane.config.cluster import Cluster
@@ -14,6 +13,7 @@ from trilane.config.options import check, option
 from trilane.config.parallelism import LARGEST
 from trilane.costmodel.shipped import calibration_for
 from trilane.forecasting.failures import FailureModel
+from trilane.utils.frozen import frozen
 from trilane.utils.tables import Json, Record
 from trilane.utils.validation import parse_count, require, require_positive, shipped_json
 
@@ -50,7 +50,7 @@ def one_layer(like: str, hidden: int, heads: int, **sizes: int) -> ModelShape:
     return ModelShape(num_layers=1, hidden_size=hidden, num_attention_heads=heads, **kind)
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class SizeRequest(Record):
     """What is asked: a number of parameters, the machine, and how much is to be trained with what.
 

@@ -6,7 +6,7 @@ import contextlib
 import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from functools import cached_property
 from typing import Any
 
@@ -25,6 +25,7 @@ from trilane.planning.search_result import (
     plan_columns,
 )
 from trilane.planning.size_request import ANY, TILE, SizeRequest, usable_heads
+from trilane.utils.frozen import frozen
 from trilane.utils.numbers import amount, size_text, with_bounds
 from trilane.utils.tables import DataFrame, Json, Table, Text, as_json, displayed
 from trilane.utils.validation import parse_integers, require, require_known
@@ -34,7 +35,7 @@ SHOWN = 12  # shapes in a table
 HALF_A_LAYER = 0.5  # from which size on an embedding should count as a layer: our choice
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class Proposal(Candidate):
     """A shape on a topology, what training it takes, and which rules it breaks."""
 
@@ -99,7 +100,7 @@ class Proposal(Candidate):
         return {**super().to_json(), "costs": costs, "notes": [*self.notes]}
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class Proposals(Table):
     """Shapes of a target size, the best first (by `cost`), and how many topologies each rule
     refuses.
@@ -312,7 +313,7 @@ def broken_rules(shape: ModelShape, topology: Topology) -> list[str]:
     return notes
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class ShapeSurvey(Candidates):
     """Shapes on one process of a machine, smallest first; `best` is the chosen one."""
 

@@ -4,7 +4,7 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,6 +20,7 @@ from trilane.config.model import ModelShape
 from trilane.config.options import changed, check_field, read_field
 from trilane.config.parallelism import Topology
 from trilane.costmodel.columns import Columns, number_of
+from trilane.utils.frozen import frozen
 from trilane.utils.tables import Record
 from trilane.utils.validation import require, require_known
 
@@ -69,7 +70,7 @@ class Points:
                 self.ladders.append((start, end))
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class Space(Record):
     """The topologies of some GPU counts and global batch sizes.
 

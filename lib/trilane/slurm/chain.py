@@ -6,7 +6,7 @@ SLURM runs one job of a run's name at a time, in the order of submission.
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -16,10 +16,11 @@ from trilane.config.plan import Plan
 from trilane.costmodel.predict import predict
 from trilane.slurm import script
 from trilane.slurm.sites import JobRequest, Site
+from trilane.utils.frozen import frozen
 from trilane.utils.validation import is_count, require, require_integer
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class Stage:
     """Training on `nodes` nodes with microbatches of `mbs`, from the first iteration whose batch is
     at least `gbs`.

@@ -17,6 +17,7 @@ from trilane.costmodel.trace import trace_of
 from trilane.forecasting.failures import FailureModel, evaluation_s
 from trilane.slurm.script import nodes_of
 from trilane.slurm.sites import JobRequest, Site
+from trilane.utils.frozen import frozen
 from trilane.utils.hooks import hook
 from trilane.workspace.checkpoints import checkpoint_bytes, found_in
 from trilane.workspace.continuation import require_continuable
@@ -31,7 +32,7 @@ MANY_GPUS = 32
 MARGIN = 1.5
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class JobFinding:
     """One problem of a job, certain (a refusal) or likely (a warning), with its remedy."""
 

@@ -10,9 +10,9 @@ import shutil
 import textwrap
 import time
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
+from trilane.utils.frozen import frozen
 from trilane.utils.process import run
 from trilane.utils.validation import require
 
@@ -57,7 +57,7 @@ class SlurmUnreachable(SlurmError):
     exit_code = 75
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class JobState:
     """One job as SLURM reports it: `reason` is why it waits, `nodes` a SLURM node list, `folder`
     where it works, times as SLURM prints them.

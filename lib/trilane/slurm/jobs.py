@@ -6,7 +6,7 @@ import contextlib
 import functools
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from trilane.slurm.script import SCRIPT, render
 from trilane.slurm.sites import JobRequest, Site
 from trilane.utils.files import free_bytes, is_inside, read_text
 from trilane.utils.folder_lock import FolderLock
+from trilane.utils.frozen import frozen
 from trilane.utils.tables import DataFrame, Table, as_json, middle
 from trilane.utils.validation import require
 from trilane.workspace import pace
@@ -208,7 +209,7 @@ def active_jobs(folder: Path) -> list[str]:
     return [state.id for state in states if not state.has_ended]
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class JobStatus(JobState):
     """A run's current job, our status with its evidence, the training's progress, how many later
     jobs wait; nodes at fault, as --exclude takes them.

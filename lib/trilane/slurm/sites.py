@@ -4,12 +4,13 @@ a job's options.
 
 import os
 import re
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
 from trilane.config import cluster as hardware
 from trilane.config.options import check, option
+from trilane.utils.frozen import frozen
 from trilane.utils.hooks import hook
 from trilane.utils.masking import secret_in
 from trilane.utils.tables import Record
@@ -57,7 +58,7 @@ def _require_rules(values: Any, prefix: str = "") -> None:
                 require_form(field.metadata["form"], prefix + field.name, text)
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class Qos:
     """A quality of service: the longest job in hours, and the most GPUs of a job."""
 
@@ -69,7 +70,7 @@ class Qos:
         _require_rules(self, "qos.")
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class Site:
     """One set of nodes of a SLURM cluster, as its file describes it."""
 
@@ -201,7 +202,7 @@ def site(name_or_path: str) -> Site:
     return replace(read, cluster=nodes)
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class JobRequest(Record):
     """The options of a job; "" omits a directive, or leaves it to the site.
 

@@ -3,7 +3,7 @@ and followed, and of a table of plans (a sweep).
 """
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from trilane.slurm.checks import JobFinding
 from trilane.slurm.preflight import check_job, refused
 from trilane.slurm.sites import JobRequest, Site
 from trilane.utils.folder_lock import FolderLock
+from trilane.utils.frozen import frozen
 from trilane.utils.progress import progress
 from trilane.utils.tables import Columns, DataFrame, Table, Text
 from trilane.utils.validation import read_json, require
@@ -28,7 +29,7 @@ from trilane.workspace.status import Status
 from trilane.workspace.study import Study
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class StudyRun:
     """A run, and why its plan was chosen."""
 
@@ -36,7 +37,7 @@ class StudyRun:
     reason: str
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class StudyRuns(Table):
     """The runs of a study for one site and one request; as a table, the plans, their costs without
     starts and saves (in jobs of one time limit each), and why they were chosen.

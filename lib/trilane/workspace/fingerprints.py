@@ -18,11 +18,12 @@ import hashlib
 import math
 import operator
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
+from trilane.utils.frozen import frozen
 from trilane.utils.validation import from_mapping, require
 
 COPY = "copy"  # the weight that the model computes with, where the optimizer holds a master weight
@@ -63,7 +64,7 @@ def default_of(name: str) -> float | None:
     return 1.0 if "layernorm" in name else None
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class Mark:
     """The fingerprint of a part of a tensor: hash, sum of squares, range and sketch."""
 
@@ -156,7 +157,7 @@ def planes(box: Box) -> list[Box]:
     return [((2**32 * i + top, 2**32 * i + bottom), columns) for i in range(first, end)]
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class Part:
     """The part `box` of tensor `name` of shape `shape`: a mark of each kind, and its weight decay
     (None: unknown, as where another replica updates it).

@@ -19,11 +19,12 @@ import platform
 import signal
 import tempfile
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, field
 from pathlib import Path
 from typing import Any
 
 from trilane.utils.files import json_object, read_text, replace_text
+from trilane.utils.frozen import frozen
 from trilane.utils.validation import HostError, from_mapping, require
 from trilane.workspace.pace import Pace
 
@@ -46,7 +47,7 @@ SAVE = "save-checkpoint"
 STACKS = signal.SIGRTMIN + 8 if hasattr(signal, "SIGRTMIN") else signal.SIGUSR1
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class Heartbeat:
     """A rank's state: iteration `step` (0: before the first), `phase`, since `time` (Unix, s),
     process, host.
@@ -198,7 +199,7 @@ def process_state(pid: int) -> str:
     return stat.rpartition(")")[2].split()[0]
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class NodeReport:
     """The heartbeats of all ranks of a node, whose first is `first`, in the start `start_id()` of
     the run.

@@ -6,10 +6,10 @@ sees that by itself.
 """
 
 import json
-from dataclasses import dataclass
 from pathlib import Path
 
 from trilane.utils.files import append_line, json_lines, read_text
+from trilane.utils.frozen import frozen
 from trilane.utils.tables import one_line
 
 # the phases of a rank's own work
@@ -19,7 +19,7 @@ LATE = 10  # iterations of which a rank knows its usual pace
 RESTART = "a slow node"
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class Pace:
     """Seconds of an iteration, by their median (`usual_s`) and in the last late ones (`now_s`,
     their mean); what each phase of OWN takes longer. `usual_s` is 0 until there is a median.

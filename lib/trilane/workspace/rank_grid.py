@@ -3,11 +3,12 @@
 import functools
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
 from trilane.utils.files import read_text
+from trilane.utils.frozen import frozen
 from trilane.utils.tables import grouped
 from trilane.utils.validation import from_mapping, require, require_integer
 from trilane.workspace.place import Known
@@ -17,7 +18,7 @@ USUAL_GPUS_PER_NODE = 8
 MOST = 1 << 17  # ranks, of which a grid takes 5 s and 0.6 GB; a file with more is damaged
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class GridPlace:
     """The place of a rank, the state of its process, and its last heartbeat; "", -1 and "" where
     unknown. Where the node's name is unknown (Known.NO), `node` is "node" and its number.
@@ -44,7 +45,7 @@ class GridPlace:
         return self.step + (self.phase == "end" and self.step >= 0)
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class Grid:
     """The places of all ranks of a job. `known` is False for an unknown topology: then every group
     is the world.

@@ -4,12 +4,13 @@ status.json).
 
 import contextlib
 import json
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
 from trilane.utils.files import FULL, replace_text
+from trilane.utils.frozen import frozen
 from trilane.utils.validation import from_mapping, read_json, require_known
 
 
@@ -70,7 +71,7 @@ class Status(StrEnum):
         return {Status.COMPLETED: 0, Status.STOPPED: 3}.get(self, 1)
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class RunStatus:
     """How a run ended, the line that proves it, the rank that printed it (None: no single one), and
     nodes at fault, as SLURM's --exclude takes them. ValueError for an unknown status.

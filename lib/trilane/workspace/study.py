@@ -7,7 +7,6 @@ import hashlib
 import json
 import re
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ from trilane.config.model import ModelShape
 from trilane.config.plan import DERIVED, Plan, plan_from_json
 from trilane.config.shapes import read_shape
 from trilane.utils.folder_lock import FolderLock
+from trilane.utils.frozen import frozen
 from trilane.utils.masking import masked
 from trilane.utils.process import python, run
 from trilane.utils.tables import Record, csv_text
@@ -25,7 +25,7 @@ from trilane.workspace.installation import outputs_root, stamp
 from trilane.workspace.run import Run, is_started, write_text
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class ModelChoice(Record):
     """A model, the machine, how many of its GPUs, and the batch: what is handed from sizing to the
     search.

@@ -4,7 +4,6 @@ optimizer of any make.
 
 import importlib
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -13,6 +12,7 @@ from megatron.core import parallel_state
 from torch import Tensor
 
 from trilane.config.plan import Plan
+from trilane.utils.frozen import frozen
 from trilane_engine.model import fused
 from trilane_engine.model.parameters import Piece, paired
 from trilane_engine.model.rng import seed_streams
@@ -22,7 +22,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 Named = Sequence[tuple[str, torch.nn.Parameter]]  # parameters by their names in the whole model
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class Microbatch:
     """Tokens and the tokens that follow them, both (mbs, seq_length), int64, on this
     rank's device.
@@ -32,7 +32,7 @@ class Microbatch:
     labels: Tensor
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class Step:
     """Result of one iteration: mean loss in nats (0 on ranks without it), gradient norm before
     clipping.

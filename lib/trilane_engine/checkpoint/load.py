@@ -5,11 +5,11 @@ engine.
 import json
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from trilane.config.plan import Plan
+from trilane.utils.frozen import frozen
 from trilane.utils.validation import require
 from trilane.workspace import checkpoints
 from trilane.workspace.continuation import candidates, require_same
@@ -20,7 +20,7 @@ from trilane_engine.model import rng
 from trilane_engine.world import World, call_on_first, gather_values
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class Checkpoint:
     """A checkpoint whose files are all intact, after `iteration` iterations."""
 

@@ -18,11 +18,11 @@ import io
 import pickle
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from trilane.config.model import ModelShape
+from trilane.utils.frozen import frozen
 from trilane.utils.tables import one_line
 from trilane.utils.validation import read_object, require
 
@@ -45,7 +45,7 @@ Box = tuple[tuple[int, int], ...]
 Places = dict[str, tuple[str, Box]]  # canonical name -> Megatron's key, the part of that tensor
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class Index:
     """The tensors of the checkpoint in `folder`: size and chunks (`box`, `file`, `at`: first byte,
     bytes) by key.

@@ -12,7 +12,6 @@ import shutil
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +22,7 @@ from torch import Tensor
 from trilane.config.batch_rampup import Batch
 from trilane.config.plan import Plan
 from trilane.utils.files import replace_text
+from trilane.utils.frozen import frozen
 from trilane.workspace import checkpoints
 from trilane.workspace.checkpoints import KINDS
 from trilane.workspace.continuation import identity
@@ -37,7 +37,7 @@ from trilane_engine.world import World, call_on_first, error_text, gather_values
 Held = dict[tuple[int, str], Tensor]
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class Saved:
     """Result of a save: the checkpoint's name, bytes and seconds; or the `problem` that prevented
     it.
@@ -60,7 +60,7 @@ class Saved:
         return f"saved {checkpoints.FOLDER}/{self.name} ({size}, {stall})"
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class Save:
     """A save that has begun, and this rank's `report` of it, once its thread has written."""
 

@@ -14,7 +14,7 @@ import struct
 import sys
 import sysconfig
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from trilane.config.model import ModelShape
 from trilane.config.plan import read_plan
 from trilane.config.training import Data
 from trilane.utils.folder_lock import FolderLock
+from trilane.utils.frozen import frozen
 from trilane.utils.validation import read_text, require, require_file, shown
 from trilane.workspace.prepared_corpora import (
     BUILT_IN,
@@ -99,7 +100,7 @@ def jsonl(path: Path) -> Iterator[str]:
             yield text
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class Tokenizer:
     """`vocab_size` ids, `eod`, whose text is `end`, closes each document, `digest` identifies it.
 

@@ -10,7 +10,6 @@ on this rank.
 import functools
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,6 +21,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from trilane.config.plan import Plan
+from trilane.utils.frozen import frozen
 from trilane.utils.validation import shown
 from trilane_engine import patches
 from trilane_engine.cpu import COMPILE
@@ -179,7 +179,7 @@ class GPT(GPTModel):
         return losses.transpose(0, 1).contiguous()
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class KernelPath:
     """Whether the compiled parts run, why, and whether products of weight gradients add them into
     the fp32 sums.

@@ -9,13 +9,13 @@ a matrix, R rows that are drawn.
 import hashlib
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from trilane.config.model import ModelShape
 from trilane.config.plan import Plan
+from trilane.utils.frozen import frozen
 from trilane.workspace.fingerprints import SPLITMIX
 
 # What megatron-core splits by columns, the inputs; both write to the residual stream.
@@ -81,7 +81,7 @@ def whole_sizes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
     return sizes
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class Piece:
     """The part `box` of parameter `name`, whose whole has `shape`; `written_elsewhere` where
     another rank writes it.
