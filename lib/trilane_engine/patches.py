@@ -51,17 +51,6 @@ def stored_at(file: str, first: int, size: int) -> Any:
     return _StorageInfo(file, first, size)
 
 
-def bind_near(gpu: int) -> None:
-    """Keep all threads here on cores near a GPU: torchrun's --numa-binding, which needs numactl."""
-    # whatever it is: the system may not tell which these are, another torch may lack the functions
-    with contextlib.suppress(Exception):
-        from torch.numa import binding
-
-        if near := binding._node_get_logical_cpus_to_bind_to(gpu_index=gpu):
-            bind = binding._bind_all_threads_in_current_process_to_logical_cpus
-            bind(logical_cpu_indices=near)
-
-
 def after_start(api: Any, then: Callable[[Any], None]) -> None:
     """Call `then` with all workers that torchrun's module `api` has started at once."""
     start = api.SubprocessContext._start

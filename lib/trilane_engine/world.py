@@ -13,9 +13,9 @@ import torch.distributed as dist
 from trilane.config.engines import shows_gpu
 from trilane.config.plan import Plan
 from trilane.utils.frozen import frozen
-from trilane.utils.process import core_numbers, held_port
-from trilane.utils.validation import HostError, require
-from trilane_engine import patches
+from trilane.utils.process import held_port
+from trilane.utils.validation import HostError, require, shown
+from trilane_engine.torchrun import WAIT_S
 
 T = TypeVar("T")
 # The least compute capability of a card for a precision, and what to use below.
@@ -108,11 +108,11 @@ def start_process_group(precision: str) -> World:
         device=own_device(precision),
     )
     _share_cores(int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
-    if world.device.type == "cuda":
-        patches.bind_near(world.device.index)
     # Longer than the slowest work of one rank while the others wait, preparing a corpus on a shared
     # disk.
     timeout = timedelta(minutes=30)
+    store = _meet(world)
+    store.set_timeout(timeout)
     # Without `device_id`, which would make NCCL's communicators at once: torch 2.13 then splits
     # every new_group() off the first (distributed_c10d._new_process_group_helper), also on the
     # ranks that are not in it, one after another: some 1,400 splits of 384 ranks for tp 4 x pp 12 x
@@ -120,11 +120,29 @@ def start_process_group(precision: str) -> World:
     # used gets none.
     dist.init_process_group(
         "nccl" if world.device.type == "cuda" else "gloo",
+        store=store,
         rank=world.rank,
         world_size=world.size,
         timeout=timeout,
     )
     return world
+
+
+def _meet(world: World) -> dist.Store:
+    """The store of all ranks: that of torchrun's agents where there are some, else rank 0's, which
+    waits for the others. HostError where they do not come within WAIT_S.
+    """
+    has_agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    address = os.environ["MASTER_ADDR"]
+    port = int(os.environ["MASTER_PORT"])
+    is_host = world.is_first and not has_agents
+    wait = timedelta(seconds=WAIT_S)
+    try:
+        return dist.TCPStore(address, port, world.size, is_host, wait, multi_tenant=not has_agents)
+    except dist.DistError as error:
+        if "EADDRINUSE" in str(error):
+            raise
+        raise HostError(f"rendezvous={address}:{port}: {shown(error)}") from None
 
 
 def own_device(precision: str) -> torch.device:
@@ -143,13 +161,28 @@ def own_device(precision: str) -> torch.device:
     number = int(os.environ.get("LOCAL_RANK", "0")) if cards > 1 else 0
     torch.cuda.set_device(number)
     card = torch.cuda.get_device_capability()
+    has = ".".join(map(str, card))
     if precision in CAPABILITY:
         least, other = CAPABILITY[precision]
         if card < least:
-            has = ".".join(map(str, card))
             rule = f"needs compute capability {least[0]}.{least[1]}, this card has {has}"
             raise HostError(f"precision={precision}: {rule}; use {other}")
+    oldest = torch.cuda.get_arch_list()[0]  # torch's builds name the oldest card first
+    if 10 * card[0] + card[1] < int(oldest.removeprefix("sm_")):
+        why = f"has no kernels for this card of compute capability {has}"
+        # PyTorch's CUDA support matrix (RELEASE.md)
+        rule = "builds for CUDA 12.6 know cards before 7.5, as `make venv CUDA=126` installs"
+        raise HostError(f"torch={torch.__version__}: {why}; {rule}")
     return torch.device("cuda", number)
+
+
+def core_numbers() -> set[int]:
+    """The CPU cores that this process may use; counted from 0 where the system does not report
+    them.
+    """
+    if hasattr(os, "sched_getaffinity"):
+        return os.sched_getaffinity(0)
+    return set(range(os.cpu_count() or 1))
 
 
 def _share_cores(local_size: int) -> None:

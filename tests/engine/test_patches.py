@@ -17,8 +17,6 @@ NEEDED = [
     ("join_fake_group", "torch/testing/_internal/distributed/fake_pg.py", r"FakeStore"),
     ("storage_key", "torch/storage.py", r"def _cdata"),
     ("stored_at", "torch/distributed/checkpoint/filesystem.py", r"class _StorageInfo"),
-    ("bind_near", "torch/numa/binding.py", r"def _node_get_logical_cpus_to_bind_to"),
-    ("bind_near", "torch/numa/binding.py", r"def _bind_all_threads_in_current_process"),
     ("after_start", f"{ELASTIC}/multiprocessing/api.py", r"SubprocessContext\(.*def _start\("),
     ("listen_on_loopback", f"{ELASTIC}/rendezvous/static_tcp_rendezvous.py", r"TCPStore\("),
     ("without_values", "torch/nn/modules/module.py", r"swap_tensors"),

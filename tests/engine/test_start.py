@@ -53,6 +53,7 @@ CARDS = [
     ((9, 0), "bf16", 4, 3),
     ((8, 0), "bf16", 1, 0),  # srun --gpus-per-task=1
     ((8, 0), "bf16", 3, "processes per host=4: this host shows 3 GPUs"),
+    ((7, 0), "fp16", 4, "has no kernels for this card of compute capability 7.0"),
 ]
 
 
@@ -70,6 +71,7 @@ def test_a_task_uses_its_card_where_that_has_the_precision(
         "device_count": cards,
         "get_device_capability": capability,
         "set_device": None,
+        "get_arch_list": ["sm_75", "sm_80", "sm_90"],
     }
     for name, value in pretended.items():
         monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)

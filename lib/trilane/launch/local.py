@@ -21,14 +21,7 @@ from trilane.launch.follow import follow
 from trilane.launch.outcome import Hang, failed_ranks, judge
 from trilane.utils import process
 from trilane.utils.hooks import hook
-from trilane.utils.process import (
-    Child,
-    announced,
-    core_numbers,
-    held_port,
-    interrupt,
-    python,
-)
+from trilane.utils.process import Child, announced, held_port, interrupt, python
 from trilane.utils.validation import require, require_known
 from trilane.workspace.continuation import require_continuable
 from trilane.workspace.installation import outputs_root
@@ -146,7 +139,9 @@ def environment(processes: int) -> dict[str, str]:
     """The environment of `processes` children: cores divided among them, gloo on the loopback, this
     trilane first.
     """
-    cores = len(core_numbers())
+    cores = os.cpu_count() or 1
+    if hasattr(os, "sched_getaffinity"):
+        cores = len(os.sched_getaffinity(0))
     paths = [str(Path(__file__).parents[2])]
     paths += filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
     changes = {

@@ -157,15 +157,6 @@ def printed_lines(command: Sequence[str], env: Mapping[str, str] | None = None) 
         child.terminate()
 
 
-def core_numbers() -> set[int]:
-    """The CPU cores that this process may use; counted from 0 where the system does not report
-    them.
-    """
-    if hasattr(os, "sched_getaffinity"):
-        return os.sched_getaffinity(0)
-    return set(range(os.cpu_count() or 1))
-
-
 def announced() -> dict[str, str]:
     """The variable by which this process is the parent of die_with_parent()."""
     return {PARENT: str(os.getpid())}

@@ -209,10 +209,20 @@ def check_pair(prefix: str) -> tuple[np.ndarray, int]:
     _require_bytes(index, HEADER.size + sequences * 12 + documents * 8, "header")
     require(sequences > 0 and documents > 0, SOURCE, prefix, "is empty")
     lengths = np.memmap(index, np.int32, "r", HEADER.size, (sequences,))
+    starts = np.memmap(index, np.int64, "r", HEADER.size + 4 * sequences, (sequences,))
+    ends = np.memmap(index, np.int64, "r", HEADER.size + 12 * sequences, (documents,))
     item = np.dtype(DTYPES[code]).itemsize
     tokens = int(lengths.sum(dtype=np.int64))
     require(tokens > 0, SOURCE, prefix, "is empty")
     size = _require_bytes(data, tokens * item, "index")
+    # 8 bytes a sequence in memory
+    places = np.concatenate([[0], np.cumsum(lengths[:-1], dtype=np.int64) * item])
+    is_dense = bool(lengths.min() >= 0) and np.array_equal(starts, places)
+    require(is_dense, SOURCE, index, "has sequences that do not follow one another in its .bin")
+    # megatron-core takes the document boundaries from here, and would read sequences that do not
+    # exist
+    rule = f"has documents of {ends[-1]} sequences, and {sequences} in all"
+    require(ends[-1] == sequences, SOURCE, index, rule)
     ids = np.memmap(data, DTYPES[code], "r", 0, (size // item,))[:SCANNED]
     return lengths, int(ids.max())
 
