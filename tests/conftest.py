@@ -58,7 +58,7 @@ def _turn(item: pytest.Item) -> tuple[int, bool, str]:
 
 
 @pytest.fixture
-def outputs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def outputs(tmp_path, monkeypatch) -> Path:
     """An outputs folder of this test's own."""
     folder = known_machine(tmp_path / "outputs")
     monkeypatch.setenv("TRILANE_OUTPUTS", str(folder))
@@ -66,7 +66,7 @@ def outputs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def uncounted_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+def uncounted_processes(monkeypatch) -> None:
     """What the test starts runs without coverage, which nearly doubles its time: other tests run
     those lines.
     """
@@ -94,7 +94,7 @@ def cluster(slurm_daemons: slurm_cluster.Cluster) -> Iterator[slurm_cluster.Clus
 
 
 @pytest.fixture
-def commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> slurm_cluster.Commands:
+def commands(tmp_path, monkeypatch) -> slurm_cluster.Commands:
     """Scripts in place of SLURM's commands."""
     return slurm_cluster.Commands(slurm_cluster.fake_commands(tmp_path, monkeypatch))
 

@@ -84,7 +84,7 @@ CASES = {
 LOGS = sorted(PUBLIC.glob("*.out"))
 
 
-def answers(commands: list[str], capsys: pytest.CaptureFixture) -> Iterator[tuple[str, Any]]:
+def answers(commands: list[str], capsys) -> Iterator[tuple[str, Any]]:
     """Each command with its exit code and the JSON that it prints."""
     first: list[str] = []
     for command in commands:
@@ -125,9 +125,7 @@ def is_number(value: Any) -> bool:
 @pytest.mark.slow
 @pytest.mark.usefixtures("outputs")
 @pytest.mark.parametrize("name", CASES)
-def test_the_answers_are_those_that_were_recorded(
-    name, capsys, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_answers_are_those_that_were_recorded(name, capsys, monkeypatch):
     monkeypatch.chdir(REPOSITORY)
     compare(name, dict(answers(CASES[name], capsys)))
 
@@ -135,8 +133,8 @@ def test_the_answers_are_those_that_were_recorded(
 @pytest.mark.skipif(not LOGS, reason="TRILANE_PUBLIC_LOGS names no folder of logs")
 @pytest.mark.usefixtures("outputs")
 def test_the_numbers_of_public_logs_are_those_that_were_recorded(
-    capsys: pytest.CaptureFixture,
-) -> None:
+    capsys,
+):
     found = {
         path.name: numbers(one["answer"]["runs"])
         for path in LOGS
@@ -175,7 +173,7 @@ def gather(value: Any, into: dict[str, list[float]], name: str = "", is_data: bo
 
 @pytest.mark.slow
 @pytest.mark.xdist_group("demo")
-def test_the_notebooks_show_the_numbers_that_were_recorded(big: Path) -> None:
+def test_the_notebooks_show_the_numbers_that_were_recorded(big: Path):
     found = {}
     for path in sorted(big.glob("*.ipynb")):
         found[path.stem] = [*filter(None, shown(path))]

@@ -190,25 +190,25 @@ def check(figure: float, aim: float, today: float) -> None:
 
 
 @pytest.mark.parametrize("part", TOKENS)
-def test_the_library_and_its_tests_stay_small(part: str) -> None:
+def test_the_library_and_its_tests_stay_small(part: str):
     folder = REPOSITORY / "tests" if part == "tests" else LIB / part
     files = folder.rglob("*.py")
     check(total(files)["tokens"], *TOKENS[part])
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_code_is_plain(form: str) -> None:
+def test_code_is_plain(form: str):
     count = total(LIB.rglob("*.py"))
     check(count[form] / count["lines"] * 1000, *FORMS[form])
 
 
-def test_no_code_hides_in_texts_or_data() -> None:
+def test_no_code_hides_in_texts_or_data():
     assert total(LIB.rglob("*.py"))["long texts"] <= LONG_TEXTS
     files = [p for p in (LIB / "trilane/data").rglob("*") if p.is_file() and p.suffix != ".csv"]
     assert sum(p.stat().st_size for p in files) <= MOST_BYTES_OF_DATA
 
 
-def test_pages_stay_short() -> None:
+def test_pages_stay_short():
     pages = [
         *REPOSITORY.glob("*.md"),
         *(REPOSITORY / "docs").rglob("*.md"),

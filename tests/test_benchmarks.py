@@ -30,7 +30,7 @@ def printed(name: str, *words: str) -> dict:
 
 
 @pytest.mark.slow
-def test_the_overhead_is_that_of_pairs_in_one_run() -> None:
+def test_the_overhead_is_that_of_pairs_in_one_run():
     found = printed(
         "engine_overhead.py", "--shape", "2,64,4,32,512", "--mbs", "2", "--gbs", "4", "--pairs", "8"
     )
@@ -54,13 +54,13 @@ CARDS = [
 
 @pytest.mark.parametrize(("cluster", "name", "bytes_", "rule"), CARDS, ids=str)
 def test_a_rate_is_held_against_the_peak_of_the_card_that_was_found(
-    cluster: str, name: str, bytes_: float, rule: str
-) -> None:
+    cluster, name: str, bytes_: float, rule: str
+):
     problem = gpu_mfu.other_card(hardware.cluster(cluster), name, bytes_)
     assert problem.startswith(f"cluster={cluster}: {rule}") if rule else not problem
 
 
-def begun(out: Path, monkeypatch: pytest.MonkeyPatch, *words: str) -> tuple[int, dict]:
+def begun(out: Path, monkeypatch, *words: str) -> tuple[int, dict]:
     """Exit code and JSON of gpu_mfu.py with a tiny model."""
     monkeypatch.setattr(sys, "argv", ["gpu_mfu.py", "--tiny", "--json", "--out", str(out), *words])
     monkeypatch.setenv("TORCH_COMPILE_DISABLE", "1")
@@ -68,9 +68,7 @@ def begun(out: Path, monkeypatch: pytest.MonkeyPatch, *words: str) -> tuple[int,
 
 
 @pytest.mark.slow
-def test_every_kind_of_step_is_taken_on_a_cpu(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_kind_of_step_is_taken_on_a_cpu(tmp_path, monkeypatch):
     """Equality, the engine with a lever and without, the plain GPT, the trace, each with what the
     planner says.
     """

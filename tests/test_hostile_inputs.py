@@ -35,7 +35,7 @@ SITE_WORDS = ("partition", "service_partition", "constraint", "modules", "qos")
 
 
 @pytest.fixture
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def here(tmp_path, monkeypatch) -> Iterator[Path]:
     """An empty folder with a good plan, in which the commands run; a command that hangs ends the
     test.
     """
@@ -61,7 +61,7 @@ def files() -> dict[Path, int]:
     return {path: path.lstat().st_mtime_ns for path in Path().rglob("*")}
 
 
-def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+def refused(capsys, *words: str) -> str:
     """The one line of a command that refuses its input; it writes and changes no file."""
     before = files()
     code = main(words)
@@ -89,9 +89,7 @@ def site_with(field: str, value: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("value", WORDS.values(), ids=WORDS)
-def test_no_word_of_a_site_is_read_twice(
-    here: Path, capsys: pytest.CaptureFixture[str], value: str
-) -> None:
+def test_no_word_of_a_site_is_read_twice(here: Path, capsys, value: str):
     """Whatever field of the JSON holds it: the site is refused, with the field's name."""
     for field in (*SITE_WORDS, *(["account_ending"] if not value.startswith("--") else [])):
         site = write("site.json", site_with(field, value))
@@ -136,17 +134,13 @@ READERS = (
 
 
 @pytest.mark.parametrize("data", FILES.values(), ids=FILES)
-def test_a_file_that_is_not_what_is_read_is_refused_by_every_reader(
-    here: Path, capsys: pytest.CaptureFixture[str], data: bytes
-) -> None:
+def test_a_file_that_is_not_what_is_read_is_refused_by_every_reader(here: Path, capsys, data):
     write("X.json", data)
     for line in READERS:
         refused(capsys, *shlex.split(line.replace("X", "X.json")))
 
 
-def test_what_is_no_regular_file_is_refused_unread(
-    here: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_is_no_regular_file_is_refused_unread(here: Path, capsys):
     """A FIFO would wait for a writer, and /dev/zero has no end."""
     os.mkfifo("fifo.json")
     Path("folder.json").mkdir()
@@ -196,9 +190,7 @@ PLANS = {
 
 
 @pytest.mark.parametrize(("path", "value"), PLANS.values(), ids=PLANS)
-def test_a_plan_that_cannot_be_is_refused_by_name(
-    here: Path, capsys: pytest.CaptureFixture[str], path: str, value: Any
-) -> None:
+def test_a_plan_that_cannot_be_is_refused_by_name(here: Path, capsys, path: str, value: Any):
     write("bad.json", changed(small_plan().to_json(), path, value))
     for line in ("plan show", "slurm script --site generic", "train", "convert megatron"):
         group, *rest = line.split()
@@ -244,17 +236,15 @@ CASES: dict[str, tuple[str, Any]] = {
 
 @pytest.mark.parametrize(("line", "content"), CASES.values(), ids=CASES)
 def test_what_cannot_be_is_refused_in_one_clean_line_and_soon(
-    here: Path, capsys: pytest.CaptureFixture[str], line: str, content: Any
-) -> None:
+    here: Path, capsys, line: str, content: Any
+):
     write("a/plan.json", small_plan().to_json())  # what a way out would find
     for name in ("X.json", "X.md", "X.csv"):
         write(name, content)
     refused(capsys, *shlex.split(re.sub(r"\bX\b(?!\.)", "X.json", line)))
 
 
-def test_a_plan_written_with_a_byte_order_mark_is_read(
-    here: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_plan_written_with_a_byte_order_mark_is_read(here: Path, capsys):
     """Editors on Windows write one."""
     write("bom.json", b"\xef\xbb\xbf" + Path("plan.json").read_bytes())
     assert main(["plan", "show", "bom.json"]) == 0

@@ -47,7 +47,7 @@ def write(path: Path, content: Content) -> None:
 def judged(
     argv: list[str],
     root: Path,
-    capsys: pytest.CaptureFixture[str],
+    capsys,
     command: Callable[[list[str]], int] = main,
 ) -> tuple[int, str]:
     """Exit code and output of a command, which must be harmless: one line where it fails, no file,
@@ -75,7 +75,7 @@ CONTROLS = {
 
 
 @pytest.mark.parametrize(("text", "shown"), CONTROLS.values(), ids=CONTROLS)
-def test_text_of_a_file_controls_no_terminal(text: str, shown: str) -> None:
+def test_text_of_a_file_controls_no_terminal(text: str, shown: str):
     """ECMA-48, 5.4 and 5.6; Unicode's bidirectional marks."""
     assert printable(text) == shown
     assert all(one(text).isprintable() for one in (one_line, short, Text.escape))
@@ -121,10 +121,10 @@ RECORDINGS: dict[str, bytes] = {
 @pytest.mark.parametrize("dump", RECORDINGS.values(), ids=RECORDINGS)
 def test_a_hostile_recording_costs_itself(
     dump: bytes,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    tmp_path,
+    capsys,
+    monkeypatch,
+):
     """Ranks 0 and 2 are in the sum that rank 1 never entered: rank 2's evidence counts whatever
     rank 0's file holds.
     """
@@ -177,9 +177,7 @@ NEXT_TO: dict[str, tuple[str, Content]] = {
 
 
 @pytest.mark.parametrize(("name", "content"), NEXT_TO.values(), ids=NEXT_TO)
-def test_a_hostile_dump_costs_no_other_rank(
-    name: str, content: Content, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_hostile_dump_costs_no_other_rank(name: str, content: Content, tmp_path, capsys):
     for rank, stack in enumerate((SUM, READ, SUM)):
         (tmp_path / f"rank_{rank}.txt").write_text(pyspy_text(stack))
     topology(tmp_path, 1, 1, 3)
@@ -208,9 +206,7 @@ LINES: dict[str, str] = {
 
 
 @pytest.mark.parametrize("line", LINES.values(), ids=LINES)
-def test_a_hostile_line_of_a_log_costs_no_other_line(
-    line: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_hostile_line_of_a_log_costs_no_other_line(line: str, tmp_path, capsys):
     path = tmp_path / "run.log"
     text = (
         STEP.format(1, "2.5")
@@ -241,10 +237,10 @@ FILES: dict[str, tuple[Content, int]] = {
 def test_a_file_that_is_no_log_is_one_line(
     content: Content,
     expected: int,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    tmp_path,
+    capsys,
+    monkeypatch,
+):
     monkeypatch.setattr("trilane.logs.reading.lines.UNPACKED", 16 << 20)
     monkeypatch.setattr("trilane.logs.reading.runs.MAX_RUNS", 100)
     write(tmp_path / "run.log", content)
@@ -289,9 +285,7 @@ STATES: dict[str, Callable[[Path], None]] = {
 
 
 @pytest.mark.parametrize("make", STATES.values(), ids=STATES)
-def test_a_hostile_checkpoint_is_one_line(
-    make: Callable[[Path], None], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_hostile_checkpoint_is_one_line(make: Callable[[Path], None], tmp_path, capsys):
     run = tmp_path / "run"
     (tmp_path / "secret").write_bytes(bytes(96))
     make(run)
@@ -374,9 +368,7 @@ SOURCES: dict[str, tuple[Callable[[Path], str], str]] = {
 }
 
 
-def prepared(
-    root: Path, data: dict[str, str], capsys: pytest.CaptureFixture[str]
-) -> tuple[int, str]:
+def prepared(root: Path, data: dict[str, str], capsys) -> tuple[int, str]:
     """Exit code and output of the preparation of that data, from which nothing is left in the
     plan's folder.
     """
@@ -389,17 +381,13 @@ def prepared(
 
 
 @pytest.mark.parametrize(("make", "rule"), SOURCES.values(), ids=SOURCES)
-def test_a_hostile_corpus_is_one_line(
-    make: Callable[[Path], str], rule: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_hostile_corpus_is_one_line(make: Callable[[Path], str], rule: str, tmp_path, capsys):
     code, output = prepared(tmp_path, {"source": make(tmp_path)}, capsys)
     assert (code, output.startswith("data.source=")) == (2, True)
     assert output.endswith(f"{rule}\n")
 
 
-def test_the_same_corpora_without_damage_are_read(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_same_corpora_without_damage_are_read(tmp_path, capsys):
     """A line separator of Unicode inside a text is no end of its row."""
     row = json.dumps({"text": "a\u2028b" * 10}, ensure_ascii=False)
     for source in (pair(tmp_path), of("x.jsonl", "\ufeff" + ROW + row)(tmp_path)):
@@ -428,9 +416,7 @@ TOKENIZERS: dict[str, tuple[Content, str]] = {
 
 
 @pytest.mark.parametrize(("content", "rule"), TOKENIZERS.values(), ids=TOKENIZERS)
-def test_a_hostile_tokenizer_is_one_line(
-    content: Content, rule: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_hostile_tokenizer_is_one_line(content: Content, rule: str, tmp_path, capsys):
     write(tmp_path / "tokenizer.json", content)
     write(tmp_path / "text.txt", "a b " * 100)
     data = {"source": str(tmp_path / "text.txt"), "tokenizer": str(tmp_path)}
@@ -438,7 +424,7 @@ def test_a_hostile_tokenizer_is_one_line(
     assert (code, rule in output) == (2, True), output
 
 
-def test_a_tokenizer_that_would_truncate_or_pad_keeps_the_whole_document(tmp_path: Path) -> None:
+def test_a_tokenizer_that_would_truncate_or_pad_keeps_the_whole_document(tmp_path):
     cut = {"direction": "Right", "max_length": 1, "strategy": "LongestFirst", "stride": 0}
     pad = {"strategy": {"Fixed": 50}, "direction": "Right", "pad_to_multiple_of": None}
     pad |= {"pad_id": 0, "pad_type_id": 0, "pad_token": "a"}

@@ -72,7 +72,7 @@ def figures(prediction: Any) -> tuple[float, float, float]:
     return tuple(values[name] for name in names)
 
 
-def printed(capsys: pytest.CaptureFixture, *words: object) -> Any:
+def printed(capsys, *words: object) -> Any:
     main([*map(str, words), "--json"])
     return json.loads(capsys.readouterr().out)
 
@@ -86,7 +86,7 @@ def pinned(plan: Plan) -> dict[str, str]:
     }
 
 
-def options(plan: Plan, tmp_path: Path) -> list[str]:
+def options(plan: Plan, tmp_path) -> list[str]:
     machine = tmp_path / "machine.json"
     machine.write_text(json.dumps(dataclasses.asdict(plan.cluster)))
     s = plan.shape
@@ -104,7 +104,7 @@ def options(plan: Plan, tmp_path: Path) -> list[str]:
     ]
 
 
-def sizes(plan: Plan, tmp_path: Path) -> dict[str, Any]:
+def sizes(plan: Plan, tmp_path) -> dict[str, Any]:
     """The parameters of 02 for the plan's model and machine, with every choice of the plan that 02
     can pin.
     """
@@ -121,7 +121,7 @@ def sizes(plan: Plan, tmp_path: Path) -> dict[str, Any]:
 
 @pytest.fixture(params=PLANS, ids=lambda name: name.replace(" ", "-"))
 def case(
-    request: pytest.FixtureRequest, tmp_path: Path, outputs: Path
+    request: pytest.FixtureRequest, tmp_path, outputs: Path
 ) -> tuple[str, Plan, Prediction, Path]:
     plan = PLANS[request.param]
     path = tmp_path / "plan.json"
@@ -129,9 +129,7 @@ def case(
     return request.param, plan, predict(plan), path
 
 
-def test_every_command_shows_the_prediction_of_the_plan(
-    case, tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
+def test_every_command_shows_the_prediction_of_the_plan(case, tmp_path, capsys):
     name, plan, expected, path = case
     shown = printed(capsys, "plan", "show", path)
     assert (shown["id"], figures(shown["prediction"])) == (plan.id, figures(expected))
@@ -184,9 +182,7 @@ def answer(found: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("command", QUESTIONS)
-def test_no_command_contradicts_another(
-    command: str, tmp_path: Path, outputs: Path, capsys: pytest.CaptureFixture, monkeypatch
-) -> None:
+def test_no_command_contradicts_another(command: str, tmp_path, outputs: Path, capsys, monkeypatch):
     """One question: what lists its plan, shows, dates, decides, checks, chains and converts it."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(commands, "find_spec", lambda name: None)  # decide executes no notebook
@@ -233,7 +229,7 @@ def test_no_command_contradicts_another(
 
 
 @pytest.mark.slow
-def test_every_notebook_shows_the_prediction_of_the_plan(case, tmp_path: Path) -> None:
+def test_every_notebook_shows_the_prediction_of_the_plan(case, tmp_path):
     """02, 03, 07 and 08 in one study, their cells executed one after the other in this process."""
     name, plan, expected, _ = case
     if name == "out of memory":
@@ -264,9 +260,7 @@ def test_every_notebook_shows_the_prediction_of_the_plan(case, tmp_path: Path) -
     assert [figures(p["prediction"]) for p in written] == [figures(first["prediction"])]
 
 
-def test_a_plan_keeps_the_constants_that_predicted_it(
-    tmp_path: Path, outputs: Path, capsys, monkeypatch
-) -> None:
+def test_a_plan_keeps_the_constants_that_predicted_it(tmp_path, outputs: Path, capsys, monkeypatch):
     """Constants of a study -> a search of 02 and of the command line: one number in show, calendar,
     chain, 07 and 08.
     """
@@ -300,7 +294,7 @@ def test_a_plan_keeps_the_constants_that_predicted_it(
         predict(plan, other)
 
 
-def of_every_command(capsys: pytest.CaptureFixture) -> list[float]:
+def of_every_command(capsys) -> list[float]:
     """Seconds of an iteration of the plan in found.json: as it holds them, in show, in calendar,
     and in a chain.
     """

@@ -7,7 +7,6 @@ import subprocess
 import sys
 import tomllib
 from importlib.metadata import packages_distributions
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -66,7 +65,7 @@ sys.exit(main(sys.argv[1:]))
     ],
 )
 def test_the_core_needs_no_extra_and_says_which_brings_what_is_missing(
-    command, code, says, tmp_path: Path
+    command, code, says, tmp_path
 ):
     """In a process that can import nothing of the extras."""
     core = {normalized(re.match(r"[\w-]+", line)[0]) for line in project()["dependencies"]}

@@ -60,9 +60,7 @@ TAKEN = [
 
 
 @pytest.mark.parametrize(("there", "taken"), TAKEN)
-def test_the_set_up_takes_python3_else_the_newest_that_trains_and_runs(
-    there, taken, tmp_path: Path
-):
+def test_the_set_up_takes_python3_else_the_newest_that_trains_and_runs(there, taken, tmp_path):
     for name, version in there.items():
         stand_in(tmp_path / "bin" / name, version)
     assert make_venv(tmp_path, check=True) == (1, "")
@@ -87,9 +85,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("there", "python", "rule"), REFUSED)
-def test_without_a_python_that_trains_one_line_says_the_ways_on(
-    there, python, rule, tmp_path: Path
-):
+def test_without_a_python_that_trains_one_line_says_the_ways_on(there, python, rule, tmp_path):
     """Nothing is made or cleared before; what PYTHON names is never replaced by another."""
     environment(tmp_path / "a venv", "2.7.18")
     for name, version in there.items():
@@ -109,7 +105,7 @@ PRESENT = [
 
 @pytest.mark.parametrize(("present", "python", "says"), PRESENT)
 def test_an_environment_of_another_python_or_a_broken_one_is_made_anew(
-    present, python, says, tmp_path: Path
+    present, python, says, tmp_path
 ):
     stand_in(tmp_path / "bin/python3", "3.11.7")
     stand_in(tmp_path / "bin/my python", "3.12.1")
@@ -130,7 +126,7 @@ def make(folder: Path, *words: str) -> subprocess.CompletedProcess:
 
 @pytest.mark.parametrize(("cards", "build"), [("8.0\n7.0\n", "+cu126"), ("[N/A]\n", "")])
 def test_the_set_up_of_a_v100_takes_the_build_of_torch_that_knows_it(
-    cards: str, build: str, tmp_path: Path
+    cards: str, build: str, tmp_path
 ):
     """By what nvidia-smi prints of the cards; on one machine with others, too. CUDA=126 or cpu
     stays.

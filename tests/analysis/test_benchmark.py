@@ -2,7 +2,6 @@
 
 import json
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from support import small_plan
@@ -12,9 +11,7 @@ from trilane.cli.app import main
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("uncounted_processes")
-def test_the_command_trains_and_prints_exactly_one_object(
-    data: Path, tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
+def test_the_command_trains_and_prints_exactly_one_object(data, tmp_path, capsys):
     path, plan = tmp_path / "small.json", small_plan(train_iters=9999)
     path.write_text(json.dumps(replace(plan, data=replace(plan.data, folder=str(data))).to_json()))
     assert main(["measure", "plan", str(path), "--iterations", "8", "--json"]) == 0

@@ -11,7 +11,7 @@ from trilane.config.model import parse_shape
 SHAPE = parse_shape("24,2048,16,2048,50304")
 
 
-def test_six_flops_a_parameter_and_token_and_eight_with_full_recomputation() -> None:
+def test_six_flops_a_parameter_and_token_and_eight_with_full_recomputation():
     """Narayanan et al. 2021: F = 6 T P and 8 T P, for matrices; attention and logits are on top."""
     tokens = 8 * 2048
     matrices = 24 * 12 * 2048**2

@@ -75,7 +75,7 @@ def test_a_batch_that_differs_by_more_than_3_percent_is_left_out(batch, left):
     assert sorted({*range(1, 21)} - {*full}) == left
 
 
-def test_rates_are_those_that_the_chronicles_printed() -> None:
+def test_rates_are_those_that_the_chronicles_printed():
     """The prequel's tables after 20 February 2022: 101 rows, three of which contradict
     themselves.
     """

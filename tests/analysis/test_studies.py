@@ -30,7 +30,7 @@ def study(name: str, hidden_size: int = 64) -> Study:
     return made
 
 
-def test_what_differs_is_a_row_and_what_is_equal_is_none(outputs: Path) -> None:
+def test_what_differs_is_a_row_and_what_is_equal_is_none(outputs: Path):
     here = study("a")
     study("b", hidden_size=128)
     found = compare_studies(here, "a, b")
@@ -45,7 +45,7 @@ def test_what_differs_is_a_row_and_what_is_equal_is_none(outputs: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["{", '{"plans": [{"id": 1}]}', '{"plans": []}'])
-def test_a_damaged_result_is_refused_and_a_missing_one_is_empty(outputs: Path, text: str) -> None:
+def test_a_damaged_result_is_refused_and_a_missing_one_is_empty(outputs: Path, text: str):
     here = study("a")
     plans = study("b").folder / "plans.json"
     plans.unlink()
@@ -64,7 +64,7 @@ def test_a_damaged_result_is_refused_and_a_missing_one_is_empty(outputs: Path, t
         ("a,../b", "study='../b': must be a plain folder name (letters, digits, . _ -)"),
     ],
 )
-def test_a_study_that_does_not_exist_is_refused(outputs: Path, names: str, message: str) -> None:
+def test_a_study_that_does_not_exist_is_refused(outputs: Path, names: str, message: str):
     with pytest.raises(ValueError) as caught:
         compare_studies(study("a"), names)
     assert str(caught.value) == message

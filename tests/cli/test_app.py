@@ -3,8 +3,6 @@
 import subprocess
 import sys
 
-import pytest
-
 from trilane.cli.app import GROUPS, Group, main, root
 
 
@@ -47,11 +45,11 @@ def test_without_a_group_all_are_listed():
     assert set(GROUPS) <= set(done.stderr.split())
 
 
-def test_h_is_help_of_every_group_and_command(capsys: pytest.CaptureFixture):
+def test_h_is_help_of_every_group_and_command(capsys):
     for words in [[], ["slurm", "job"], *shown_commands()]:
         assert main([*words, "-h"]) == 0 and "-h, --help" in capsys.readouterr().out
 
 
-def test_a_notebook_that_lacks_an_earlier_one_is_bad_input(outputs, capsys: pytest.CaptureFixture):
+def test_a_notebook_that_lacks_an_earlier_one_is_bad_input(outputs, capsys):
     assert main(["run", "02_topology", "--study", "new"]) == 2
     assert "has no sizing.json yet; run 01_sizing first" in capsys.readouterr().err

@@ -24,7 +24,7 @@ EDGES = [
 
 
 @pytest.mark.parametrize(("choices", "reason"), EDGES, ids=str)
-def test_a_rule_refuses_what_breaks_it_and_nothing_next_to_it(choices: dict, reason: str) -> None:
+def test_a_rule_refuses_what_breaks_it_and_nothing_next_to_it(choices: dict, reason: str):
     assert (invalid_reason(SHAPE, Topology(**choices), A100) or "") == reason
 
 

@@ -18,7 +18,7 @@ from trilane.config.training import Optimizer
         (1100, 0.1),
     ],
 )
-def test_the_rate_is_that_of_megatrons_cosine(samples: int, rate: float) -> None:
+def test_the_rate_is_that_of_megatrons_cosine(samples: int, rate: float):
     """Warm-up over 100 samples to 1, cosine to 0.1 at 1100: the mean at 600, and cos 45 degrees
     between.
     """
@@ -26,7 +26,7 @@ def test_the_rate_is_that_of_megatrons_cosine(samples: int, rate: float) -> None
     assert optimizer.learning_rate(samples, 9999) == pytest.approx(rate, rel=1e-6)
 
 
-def test_the_id_of_a_plan_is_of_what_changes_its_prediction() -> None:
+def test_the_id_of_a_plan_is_of_what_changes_its_prediction():
     plan = read_plan(REPOSITORY / "docs/plan-176b.json")
     replaced = dataclasses.replace
     same = replaced(

@@ -64,9 +64,7 @@ NOT_COUNTED = {
     "pool"
 )  # whose worker imports transformers for tests/engine/test_hf_export.py, too
 @pytest.mark.parametrize(("kind", "values"), MADE, ids=str)
-def test_the_parameters_are_those_of_the_model_that_transformers_makes(
-    kind: str, values: dict
-) -> None:
+def test_the_parameters_are_those_of_the_model_that_transformers_makes(kind: str, values: dict):
     torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
     tokens = {"bos_token_id": 0, "eos_token_id": 0}
     width = {} if kind in ("gpt2", "bloom", "opt") else {"intermediate_size": 192}
@@ -78,11 +76,11 @@ def test_the_parameters_are_those_of_the_model_that_transformers_makes(
     assert counted - shape.parameters == NOT_COUNTED.get(kind, 0)
 
 
-def test_every_type_is_compared_with_transformers() -> None:
+def test_every_type_is_compared_with_transformers():
     assert {kind for kind, _ in MADE} == set(shipped_json("huggingface")["configs"])
 
 
-def test_a_key_that_a_configuration_leaves_out_has_its_type_s_default() -> None:
+def test_a_key_that_a_configuration_leaves_out_has_its_type_s_default():
     """What save_pretrained does not write: tied is the default of gpt2 and not of llama."""
     assert not shape_of_config(LLAMA).tied_embeddings
     assert shape_of_config(GPT2).tied_embeddings
@@ -91,7 +89,7 @@ def test_a_key_that_a_configuration_leaves_out_has_its_type_s_default() -> None:
 @pytest.mark.parametrize(
     "theta", [{"rope_theta": 5e5}, {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}]
 )
-def test_what_decides_the_function_besides_the_sizes_is_read(theta: dict) -> None:
+def test_what_decides_the_function_besides_the_sizes_is_read(theta: dict):
     """Llama 1 has 1e-6 and 10000, Llama 3 1e-5 and 500000 (transformers 5 keeps it deeper); GPT-2
     has tanh.
     """
@@ -121,9 +119,7 @@ BAD = [
 @pytest.mark.parametrize(
     ("changes", "message"), BAD, ids=[message.partition(":")[0] for _, message in BAD]
 )
-def test_what_is_no_dense_decoder_is_one_line(
-    changes: dict, message: str, tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
+def test_what_is_no_dense_decoder_is_one_line(changes: dict, message: str, tmp_path, capsys):
     shape = ["--shape", _file(tmp_path, LLAMA | changes)]
     machine = ["--cluster", "dgx-h100", "--gbs", "8"]
     assert main(["plan", "show", *shape, *machine]) == 2
@@ -146,7 +142,7 @@ ROTARY = replace(
         (replace(ROTARY, num_key_value_heads=2, tied_embeddings=False), "LlamaForCausalLM"),
     ],
 )
-def test_a_shape_has_its_family(shape: ModelShape, model: str) -> None:
+def test_a_shape_has_its_family(shape: ModelShape, model: str):
     assert family_of(shape).config(shape)["architectures"] == [model]
 
 
@@ -157,8 +153,6 @@ def test_a_shape_has_its_family(shape: ModelShape, model: str) -> None:
         (replace(ALIBI, activation="gelu"), "activation=gelu: BloomForCausalLM has gelu-tanh"),
     ],
 )
-def test_a_shape_without_family_is_refused_by_the_name_of_a_field(
-    shape: ModelShape, message: str
-) -> None:
+def test_a_shape_without_family_is_refused_by_the_name_of_a_field(shape: ModelShape, message: str):
     with pytest.raises(ValueError, match=f"^{message}"):
         family_of(shape)

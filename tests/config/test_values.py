@@ -55,7 +55,7 @@ PUBLISHED = [
 
 
 @pytest.mark.parametrize(("shape", "parameters"), PUBLISHED, ids=["gpt2", "bloom", "llama-3-8b"])
-def test_a_published_model_has_its_published_parameters(shape: ModelShape, parameters: int) -> None:
+def test_a_published_model_has_its_published_parameters(shape: ModelShape, parameters: int):
     assert shape.parameters == parameters
 
 
@@ -63,7 +63,7 @@ def test_a_published_model_has_its_published_parameters(shape: ModelShape, param
     ("tokens", "tp", "rows"),
     [(50257, 1, 50304), (50257, 4, 50688)],
 )
-def test_a_vocabulary_is_padded_up_and_no_further(tokens: int, tp: int, rows: int) -> None:
+def test_a_vocabulary_is_padded_up_and_no_further(tokens: int, tp: int, rows: int):
     """Megatron-LM prints 50304 for GPT-2 at TP 1 and 50688 at TP 4."""
     assert padded_vocab_size(tokens, tp) == rows
 

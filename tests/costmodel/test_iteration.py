@@ -44,7 +44,7 @@ def seconds(machine: Cluster = A100, constants: Constants = K, **topology: objec
 )
 def test_a_data_parallel_ring_that_fills_the_node_stays_inside(
     sizes: tuple[int, int, int], leaves: bool
-) -> None:
+):
     """Ranks run tp fastest, then dp (megatron/core/parallel_state.py): tp dp of them lie side by
     side.
     """
@@ -55,14 +55,14 @@ def test_a_data_parallel_ring_that_fills_the_node_stays_inside(
 
 
 @pytest.mark.parametrize(("tp", "pp", "leaves"), [(2, 4, False), (1, 8, False), (2, 8, True)])
-def test_a_pipeline_that_fills_the_node_sends_over_its_bus(tp: int, pp: int, leaves: bool) -> None:
+def test_a_pipeline_that_fills_the_node_sends_over_its_bus(tp: int, pp: int, leaves: bool):
     fast, slow = (
         seconds(machine, tp=tp, pp=pp, gbs=16).pipeline_p2p for machine in (A100, SLOW_NETWORK)
     )
     assert (slow > 1.5 * fast) is leaves and (leaves or slow == fast)
 
 
-def test_a_ring_of_d_moves_two_d_minus_one_dths_of_the_bytes() -> None:
+def test_a_ring_of_d_moves_two_d_minus_one_dths_of_the_bytes():
     """Patarasuk and Yuan 2009 (JPDC 69): 2 (d - 1) / d; one replica reduces nothing, two half as
     much as very many.
     """
@@ -86,7 +86,7 @@ def test_a_ring_of_d_moves_two_d_minus_one_dths_of_the_bytes() -> None:
     ],
     ids=str,
 )
-def test_zero_moves_the_bytes_of_its_paper(topology: dict, volume: float) -> None:
+def test_zero_moves_the_bytes_of_its_paper(topology: dict, volume: float):
     """Rajbhandari et al. 2020, arXiv:1910.02054, section 7: bytes a parameter; full recomputation
     gathers again.
     """
@@ -100,7 +100,7 @@ def test_zero_moves_the_bytes_of_its_paper(topology: dict, volume: float) -> Non
 @pytest.mark.parametrize(("nodes", "share"), [(2, 1 / 2), (4, 3 / 4), (16, 15 / 16)])
 def test_trees_reduce_what_a_node_lacks_rings_gather_everything_and_both_slow_down_with_the_nodes(
     nodes, share
-) -> None:
+):
     """Lucie-7B on Jean Zay, ZeRO-1 without tensor parallelism: 4.1 s on 2 nodes, 6.2 to 6.4 s on 4,
     8 and 16.
     """
@@ -117,7 +117,7 @@ def test_trees_reduce_what_a_node_lacks_rings_gather_everything_and_both_slow_do
 )
 def test_sharding_more_is_never_faster_and_a_microbatch_twice_as_large_takes_at_most_twice_as_long(
     topology,
-) -> None:
+):
     """In one place: the time of an iteration of as many microbatches, far from a full card."""
     of = [seconds(**{**topology, "dp": 64, "gbs": 512, "zero": zero}).total for zero in (1, 2, 3)]
     assert of == sorted(of)

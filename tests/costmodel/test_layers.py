@@ -29,7 +29,7 @@ def columns(**topology: object) -> Columns:
 
 
 @pytest.mark.parametrize(("tp", "factor"), [(2, 1.0), (4, 1.5), (8, 1.75)])
-def test_an_all_reduce_moves_as_often_its_bytes_as_nccl_tests_count(tp: int, factor: float) -> None:
+def test_an_all_reduce_moves_as_often_its_bytes_as_nccl_tests_count(tp: int, factor: float):
     """NVIDIA, nccl-tests' doc/PERFORMANCE.md: the bus carries 2 (n - 1) / n of the bytes; 2 x 2048
     x 2048 bf16 here.
     """
@@ -39,7 +39,7 @@ def test_an_all_reduce_moves_as_often_its_bytes_as_nccl_tests_count(tp: int, fac
     )
 
 
-def test_a_layer_has_four_all_reduces_and_six_where_it_is_recomputed() -> None:
+def test_a_layer_has_four_all_reduces_and_six_where_it_is_recomputed():
     """Narayanan et al. 2021, arXiv:2104.04473, section 3.2: two forward, two backward, and the
     forward once more.
     """

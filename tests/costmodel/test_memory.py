@@ -137,7 +137,7 @@ def total(
 )
 def test_the_states_of_a_parameter_take_the_published_bytes(
     topology: dict, engine: str, each: tuple
-) -> None:
+):
     """16 in fp32, 18 in mixed precision; megatron-core's guide to its distributed optimizer: 6 + 12
     / dp in bf16.
     """

@@ -18,7 +18,7 @@ JOBS = {2: [1, 20, 10, 5, 3, 2], 40: [1, 20, 30, 35, 37, 38, 39]}
 
 
 @pytest.mark.parametrize("boundary", JOBS)
-def test_a_planted_boundary_in_layers_is_found_in_few_jobs(boundary: int) -> None:
+def test_a_planted_boundary_in_layers_is_found_in_few_jobs(boundary: int):
     """First the plan itself, then the smallest, then the middle of what is left."""
 
     def run(plan: Plan) -> str:
@@ -31,7 +31,7 @@ def test_a_planted_boundary_in_layers_is_found_in_few_jobs(boundary: int) -> Non
     assert tried == [("plan", 0), *(("layers", layers) for layers in JOBS[boundary])]
 
 
-def test_only_valid_plans_are_tried_and_replicas_keep_their_share_of_the_batch() -> None:
+def test_only_valid_plans_are_tried_and_replicas_keep_their_share_of_the_batch():
     pipeline = small_plan(pp=2, gbs=8)
     pipeline = replace(pipeline, shape=replace(pipeline.shape, num_layers=6))
     assert values(pipeline, "layers") == [2, 4, 6]
@@ -42,16 +42,14 @@ def test_only_valid_plans_are_tried_and_replicas_keep_their_share_of_the_batch()
 @pytest.mark.parametrize(
     ("status", "message"), [("completed", "does not hang"), ("crashed", "fix that first")]
 )
-def test_a_plan_that_does_not_hang_is_refused(status: str, message: str) -> None:
+def test_a_plan_that_does_not_hang_is_refused(status: str, message: str):
     with pytest.raises(ValueError, match=message):
         bisect(PLAN, ("layers",), lambda plan: status)
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("uncounted_processes")
-def test_real_jobs_find_that_two_replicas_hang(
-    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_real_jobs_find_that_two_replicas_hang(data, tmp_path, monkeypatch):
     """Rank 1, which a single replica does not have, holds Python's lock from iteration 2 on, and is
     named.
     """

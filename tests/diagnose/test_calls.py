@@ -1,9 +1,6 @@
 """Where the trace of each rank ends is read from its tail alone."""
 
 import json
-from pathlib import Path
-
-import pytest
 
 from trilane.cli.app import main
 
@@ -11,9 +8,7 @@ LOOP = " --- modulename: training, funcname: train\ntraining.py(851):     loss =
 STUCK = " --- modulename: distributed_c10d, funcname: broadcast\ndistributed_c10d.py(1191):         work.wait()\n"
 
 
-def test_the_last_call_of_each_rank_comes_from_the_tail_the_rarest_first(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_last_call_of_each_rank_comes_from_the_tail_the_rarest_first(tmp_path, capsys):
     """Traces of 45 MB, as in the BLOOM chronicles; other files are ignored."""
     assert (
         main(["debug", "calls", str(tmp_path)]) == 2 and "holds no trace" in capsys.readouterr().err

@@ -77,7 +77,7 @@ SCENES: dict[str, tuple[dict[int, Calls], dict[str, list[int]], tuple[int, ...]]
 
 
 @pytest.mark.parametrize("name", SCENES)
-def test_who_is_late_is_named_and_no_other(name: str, tmp_path: Path) -> None:
+def test_who_is_late_is_named_and_no_other(name: str, tmp_path):
     calls, groups, named = SCENES[name]
     verdict = judged(tmp_path, calls, groups)
     sure = tuple(rank for rank, reason in verdict.reasons.items() if OPEN not in reason)
@@ -86,8 +86,8 @@ def test_who_is_late_is_named_and_no_other(name: str, tmp_path: Path) -> None:
 
 
 def test_of_ranks_without_a_dump_nothing_is_concluded_but_that_it_is_one_of_them(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     judged(tmp_path, LATE, {"1": DP})
     for rank in (0, 2, 4, 5, 6):
         (tmp_path / f"nccl_trace_rank_{rank}").unlink()
@@ -107,7 +107,7 @@ def test_of_ranks_without_a_dump_nothing_is_concluded_but_that_it_is_one_of_them
 )
 def test_a_call_that_has_not_completed_is_waited_for(
     state: str, retired: bool, backend: str, waits: bool
-) -> None:
+):
     values = json.loads(recording([call("1", 1, state=state)], {"1": DP}, as_json=True))
     values["entries"][0] |= {"retired": retired, "profiling_name": f"{backend}:all_reduce"}
     assert (read_recording(json.dumps(values).encode()).waiting is not None) is waits
@@ -127,7 +127,7 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("data", HOSTILE.values(), ids=HOSTILE)
-def test_a_hostile_pickle_is_refused_in_no_time_and_memory(data: bytes) -> None:
+def test_a_hostile_pickle_is_refused_in_no_time_and_memory(data):
     with pytest.raises(ValueError, match="no Flight Recorder dump, or truncated"):
         read_recording(data)
     assert not Path("canary").exists()

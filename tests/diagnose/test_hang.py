@@ -4,7 +4,6 @@ files.
 
 import json
 from dataclasses import replace
-from pathlib import Path
 from random import Random
 
 import pytest
@@ -38,7 +37,7 @@ HOLDER: Stack = (
 
 
 @pytest.mark.parametrize("kind", PLANTS)
-def test_the_culprit_among_384_ranks_is_named(kind: str, tmp_path: Path) -> None:
+def test_the_culprit_among_384_ranks_is_named(kind: str, tmp_path):
     scene = PLANTS[kind](Random(kind))
     write(tmp_path / "dumps", scene)
     verdict = diagnose_hang(tmp_path / "dumps")
@@ -47,9 +46,7 @@ def test_the_culprit_among_384_ranks_is_named(kind: str, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("known", [True, False])
-def test_two_of_eight_ranks_are_still_in_the_broadcast_of_the_loss(
-    known: bool, tmp_path: Path
-) -> None:
+def test_two_of_eight_ranks_are_still_in_the_broadcast_of_the_loss(known: bool, tmp_path):
     """The BLOOM chronicles' node 0 of TP 8, PP 10, DP 4: six wait in train at line 915, two never
     left train_step.
     """
@@ -63,7 +60,7 @@ def test_two_of_eight_ranks_are_still_in_the_broadcast_of_the_loss(
 
 
 @pytest.mark.parametrize("style", ["text", "faults"])
-def test_a_half_written_dump_is_used_as_far_as_it_goes(style: str, tmp_path: Path) -> None:
+def test_a_half_written_dump_is_used_as_far_as_it_goes(style: str, tmp_path):
     """Where no frame is left, the late rank may be this one, or none."""
     scene = data_loader(Random(7))
     scene.style = style
@@ -80,9 +77,7 @@ def test_a_half_written_dump_is_used_as_far_as_it_goes(style: str, tmp_path: Pat
     assert any(f"ranks {culprit} cannot be read" in note for note in verdict.notes)
 
 
-def test_dumps_of_which_none_can_be_read_are_no_evidence(
-    tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
+def test_dumps_of_which_none_can_be_read_are_no_evidence(tmp_path, capsys):
     (tmp_path / "rank0.pickle").write_bytes(b"\x80junk")
     (tmp_path / "rank_1.json").write_text("half")
     (tmp_path / "hosts.txt").write_text("-" * 16 + "\nnode1\n" + pyspy_text(LOSS))
@@ -97,7 +92,7 @@ IN_C = (
 )
 
 
-def test_frames_of_c_are_no_stack(tmp_path: Path) -> None:
+def test_frames_of_c_are_no_stack(tmp_path):
     """`py-spy dump --native`, as the BLOOM chronicles ask for."""
     stacks = dict.fromkeys(range(4), DP_SUM.stack) | dict.fromkeys(range(4, 8), ATTENTION.stack)
     for rank, stack in (stacks | {5: DATA.stack}).items():
@@ -112,8 +107,8 @@ def test_frames_of_c_are_no_stack(tmp_path: Path) -> None:
     [(8, (5,), True, (5,)), (8, (5, 6), False, ()), (8, (5,), False, ())],
 )
 def test_a_lock_that_one_rank_holds_elsewhere_is_a_cause_and_one_where_most_are_is_a_habit(
-    ranks: int, holders: tuple[int, ...], apart: bool, named: tuple[int, ...], tmp_path: Path
-) -> None:
+    ranks: int, holders: tuple[int, ...], apart: bool, named: tuple[int, ...], tmp_path
+):
     """A thread of a profiler holds the global lock wherever it is looked at."""
     for rank in range(ranks):
         stack = ATTENTION.stack if rank in holders and apart else DP_SUM.stack
@@ -133,7 +128,7 @@ MOMENTS: dict[str, tuple[dict[int, Stack], dict[int, Stack], tuple[int, ...]]] =
 
 
 @pytest.mark.parametrize("name", MOMENTS)
-def test_of_two_moments(name: str, tmp_path: Path) -> None:
+def test_of_two_moments(name: str, tmp_path):
     first, second, named = MOMENTS[name]
     for moment, others in enumerate((first, second)):
         write_all(tmp_path / f"t{moment}", SUM | others)
@@ -142,9 +137,7 @@ def test_of_two_moments(name: str, tmp_path: Path) -> None:
     assert verdict.suspects == named and (named or "moved" in verdict.summary())
 
 
-def test_nodes_are_named_after_their_files(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_nodes_are_named_after_their_files(tmp_path, capsys):
     """16 ranks on four nodes, with launchers and workers, and no topology.json."""
     for node, host in enumerate(("r7i1n0", "r8i0n3", "r10i2n5", "r10i2n7")):
         stacks = [DATA.stack if (node, local) == (1, 2) else LOSS for local in range(4)]
@@ -157,7 +150,7 @@ def test_nodes_are_named_after_their_files(
 
 
 @pytest.mark.parametrize("form", ["pids", "[rank{}]\n", "===== rank {} =====\n", "rank {}:\n"])
-def test_a_pid_is_no_rank_and_the_end_of_a_files_name_no_node(form: str, tmp_path: Path) -> None:
+def test_a_pid_is_no_rank_and_the_end_of_a_files_name_no_node(form: str, tmp_path):
     """`pyspy_PID.txt`, or one `pyspy.log` that names the rank before each dump."""
     for rank in (2, 0, 3, 1):
         text = pyspy_text(DATA.stack if rank == 2 else LOSS, 5000 + rank)
@@ -172,9 +165,7 @@ def test_a_pid_is_no_rank_and_the_end_of_a_files_name_no_node(form: str, tmp_pat
 
 
 @pytest.mark.parametrize(("culprits", "exclude"), [((1,), "--exclude=a"), ((1, 9), "")])
-def test_all_nodes_are_never_excluded(
-    culprits: tuple[int, ...], exclude: str, tmp_path: Path
-) -> None:
+def test_all_nodes_are_never_excluded(culprits: tuple[int, ...], exclude: str, tmp_path):
     """sbatch with every node of the job left out would wait for others."""
     stacks = dict.fromkeys(range(16), DP_SUM.stack) | dict.fromkeys(culprits, DATA.stack)
     write_all(tmp_path, stacks)
@@ -192,8 +183,8 @@ def test_all_nodes_are_never_excluded(
 
 @pytest.mark.parametrize(("stack", "exclude"), [(DATA.stack, "--exclude=a"), (LOSS, "")])
 def test_by_the_order_of_names_no_node_is_excluded_unless_its_stack_shows_the_fault(
-    stack: Stack, exclude: str, tmp_path: Path
-) -> None:
+    stack: Stack, exclude: str, tmp_path
+):
     for host in "ab":
         dumps = []
         for local in range(4):
@@ -212,9 +203,7 @@ def test_by_the_order_of_names_no_node_is_excluded_unless_its_stack_shows_the_fa
         (["--tp", "99999", "--pp", "99999"], "tp x pp x dp=9999800001: must be at most 131072"),
     ],
 )
-def test_a_bad_call_is_one_line(
-    arguments: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_bad_call_is_one_line(arguments: list[str], message: str, tmp_path, capsys):
     assert main(["debug", "hang", str(tmp_path), *arguments]) == 2
     error = capsys.readouterr().err
     assert message in error and error.count("\n") == 1

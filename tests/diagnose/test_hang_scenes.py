@@ -38,9 +38,7 @@ def dump(text: str, style: str, pid: int) -> str:
 
 
 @pytest.mark.parametrize("name", SCENES)
-def test_who_is_to_blame_is_named_or_it_is_said_that_stacks_cannot_show_it(
-    name: str, tmp_path: Path
-) -> None:
+def test_who_is_to_blame_is_named_or_it_is_said_that_stacks_cannot_show_it(name: str, tmp_path):
     """ "open": those are named with the doubt that remains."""
     scene, style = SCENES[name], "text" if len(name) % 2 else "faults"
     for ranks, text in scene["stacks"]:

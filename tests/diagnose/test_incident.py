@@ -1,7 +1,6 @@
 """An incident is one verdict on whatever files a folder has; what they do not show is stated."""
 
 import json
-from pathlib import Path
 from random import Random
 
 import pytest
@@ -42,9 +41,7 @@ TRACEBACK = "[rank12]: Traceback (most recent call last):\n[rank12]: ValueError:
         ("", "", "cannot be determined from these files"),
     ],
 )
-def test_of_copied_files_the_reason_is_found(
-    printed: str, accounting: str, verdict: str, tmp_path: Path
-) -> None:
+def test_of_copied_files_the_reason_is_found(printed: str, accounting: str, verdict: str, tmp_path):
     """SLURM's CANCELLED is no reason where a rank failed; of its steps the one that ran out of
     memory has the node.
     """
@@ -54,9 +51,7 @@ def test_of_copied_files_the_reason_is_found(
     assert incident.summary().startswith(verdict)
 
 
-def test_a_hang_of_384_ranks_is_joined_with_its_log(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_hang_of_384_ranks_is_joined_with_its_log(tmp_path, capsys):
     scene = data_loader(Random(1))
     folder = tmp_path / "copied"
     write(folder, scene)
@@ -70,9 +65,7 @@ def test_a_hang_of_384_ranks_is_joined_with_its_log(
     assert "on rank 7" not in incident["verdict"][0], "it only waited"
 
 
-def test_a_run_that_completed_had_no_incident_and_an_empty_folder_is_one_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_that_completed_had_no_incident_and_an_empty_folder_is_one_line(tmp_path, capsys):
     (tmp_path / "run.log").write_text("".join(STEP.format(n, n + 90) for n in range(1, 11)))
     assert read_incident(tmp_path).verdict[0].startswith("completed")
     (tmp_path / "run.log").write_text("")

@@ -4,11 +4,9 @@ import math
 import os
 import socket
 from collections.abc import Iterable
-from pathlib import Path
 
 import pytest
 import torch
-from slurm_cluster import Commands
 
 from trilane.workspace import ledger
 from trilane_diagnose import node_test, nodes
@@ -43,12 +41,12 @@ def judged(names: str, speeds: dict[str, float], doubtful: Iterable[str] = ()) -
 )
 def test_what_is_slow_or_broken_is_found_by_the_other_nodes(
     names: str, speeds: dict[str, float], broken: str, slow: str
-) -> None:
+):
     found = judged(names, speeds)
     assert ("".join(found.broken), "".join(found.slow)) == (broken, slow)
 
 
-def test_a_node_that_may_fail_is_left_out_before_the_others_and_a_slow_one_before_it() -> None:
+def test_a_node_that_may_fail_is_left_out_before_the_others_and_a_slow_one_before_it():
     found = judged("abcd", {"a": 0.5}, doubtful="b")
     for count, wanted in ((2, "cd"), (3, "bcd"), (4, "abcd")):
         chosen, left_out = nodes.choose("abcd", count, found.broken, found.slow)
@@ -82,7 +80,7 @@ IN_USE = "GPU 1: 29.3 GiB in use before the training"
 )
 def test_the_health_of_gpus_is_what_nvidia_smi_reports(
     change: dict, broken: list[str], doubtful: list[str]
-) -> None:
+):
     def ask(what: str, names: str) -> list[list[str]]:
         key = f"{what} {names}"
         return next((rows for word, rows in change.items() if word in key), CARDS[key])
@@ -90,7 +88,7 @@ def test_the_health_of_gpus_is_what_nvidia_smi_reports(
     assert gpu_health.findings(2, ask) == {"broken": broken, "doubtful": doubtful}
 
 
-def test_a_node_that_answers_but_computes_wrong_is_broken(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_node_that_answers_but_computes_wrong_is_broken(monkeypatch):
     alone = World(rank=0, size=1, device=torch.device("cpu"))
     assert rates.wrong(alone) == []
     mm = torch.mm
@@ -117,7 +115,7 @@ case $SLURMD_NODENAME in
 esac"""
 
 
-def test_one_step_tests_all_nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_step_tests_all_nodes(tmp_path, monkeypatch):
     """A node that cannot start it, crashes or freezes holds up no other, nor does SLURM's signal to
     all steps.
     """
@@ -142,8 +140,8 @@ def test_one_step_tests_all_nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.parametrize(("dead", "found"), [("", ""), ("23", "23"), ("123", "")])
 def test_only_nodes_whose_slurmd_takes_no_connection_are_dead_and_never_all(
-    dead: str, found: str, commands: Commands, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    dead: str, found: str, commands, monkeypatch
+):
     """Where none does, the network of the node that asks is at fault. A node may have no port of
     its own.
     """
@@ -171,8 +169,8 @@ def test_only_nodes_whose_slurmd_takes_no_connection_are_dead_and_never_all(
     ],
 )
 def test_a_step_is_ended_only_where_every_task_of_all_but_dead_nodes_has_ended(
-    dead: str, tasks: str, ended: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    dead: str, tasks: str, ended: bool, tmp_path, monkeypatch
+):
     ledger.note(tmp_path, "started", "7", nodes="x", iteration=0)
     ledger.note(tmp_path, "nodes", "7", chosen=["a", "b", "c"], left_out={})
     monkeypatch.setattr(nodes, "unreachable", lambda _: list(dead))

@@ -7,7 +7,6 @@ TRILANE_RANDOM_HANGS is their number.
 import os
 import random
 from collections import Counter
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -51,9 +50,7 @@ def recorded(grid: Grid, rank: int, ops: list[Op], done: int, *, waits: bool) ->
 
 @pytest.mark.parametrize("seed", range(int(os.environ.get("TRILANE_RANDOM_HANGS", "24")) // 3))
 @pytest.mark.parametrize("kind", ["one rank stops", "two ranks stop", "a network fails"])
-def test_the_ranks_that_stopped_are_named_and_no_other(
-    kind: str, seed: int, tmp_path: Path
-) -> None:
+def test_the_ranks_that_stopped_are_named_and_no_other(kind: str, seed: int, tmp_path):
     rng = random.Random(f"{kind} {seed}")
     grid = regular(*rng.choice(SIZES), gpus_per_node=8)
     programs = {}

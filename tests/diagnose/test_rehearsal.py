@@ -2,7 +2,6 @@
 
 import json
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from support import REPOSITORY, small_plan
@@ -14,9 +13,7 @@ from trilane_diagnose.restart import RestartComparison
 from trilane_diagnose.snapshot import RestartFinding
 
 
-def test_a_plan_of_384_gpus_is_refused_here_and_prepared_for_its_cluster(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_plan_of_384_gpus_is_refused_here_and_prepared_for_its_cluster(tmp_path, capsys):
     path = REPOSITORY / "docs/plan-176b.json"
     topology = read_plan(path).topology
     assert main(["debug", "rehearse", str(path)]) == 2
@@ -35,9 +32,7 @@ def test_a_plan_of_384_gpus_is_refused_here_and_prepared_for_its_cluster(
     assert main(prepare) == 2, "nothing is overwritten"
 
 
-def test_a_rehearsal_that_failed_or_found_a_difference_exits_with_1(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_rehearsal_that_failed_or_found_a_difference_exits_with_1(tmp_path, monkeypatch):
     (tmp_path / "plan.json").write_text(json.dumps(small_plan().to_json()))
     finding = RestartFinding(kind="weights", what="differ")
     alike = RestartComparison(compared=(), findings=(), notes=())
@@ -50,7 +45,7 @@ def test_a_rehearsal_that_failed_or_found_a_difference_exits_with_1(
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("uncounted_processes")
-def test_a_plan_is_rehearsed_in_processes_of_its_own() -> None:
+def test_a_plan_is_rehearsed_in_processes_of_its_own():
     """As the command does it; a bug in it would be the planted ones' business."""
     done = rehearse.rehearse_here(small_plan())
     assert not done.problem and done.audit and not done.audit.findings

@@ -32,14 +32,14 @@ SPARE = ["a", "b", "c"]  # of which a and b train
 )
 def test_the_first_action_of_a_verdict_that_can_be_done_is_done(
     verdict: str, left: list[str], blamed: str, tried: str, wanted: str, without: str
-) -> None:
+):
     found = response.decide(
         verdict, trained="ab", left=left, blamed=blamed, tried=tried.split(), env={}
     )
     assert (found.action, "".join(found.nodes)) == (wanted, without)
 
 
-def test_a_site_changes_what_follows_and_only_by_known_words() -> None:
+def test_a_site_changes_what_follows_and_only_by_known_words():
     own = replace(SITE, responses={"hang": ("stop",)})
     text = script.render("train", plan("own", SITE.local[0]), own, REQUEST)
     (line,) = [line for line in text.splitlines() if response.CHANGED_BY in line]

@@ -118,7 +118,7 @@ def loaded(run: Path, fingerprints: Prints) -> Path:
 
 
 @pytest.fixture
-def before(tmp_path: Path) -> Path:
+def before(tmp_path) -> Path:
     return saved(tmp_path / "before", prints())
 
 
@@ -177,9 +177,7 @@ LOST = {  # what was loaded; a finding among others, or none
 
 
 @pytest.mark.parametrize("name", LOST)
-def test_what_a_restart_lost_is_named_with_its_tensor_and_ranks(
-    name: str, before: Path, tmp_path: Path
-) -> None:
+def test_what_a_restart_lost_is_named_with_its_tensor_and_ranks(name: str, before: Path, tmp_path):
     fingerprints, expected = LOST[name]
     findings = compare_restart(before, loaded(tmp_path / "after", fingerprints)).findings
     found = [(f.kind, f.tensor, [holder.rank for holder in f.ranks]) for f in findings]
@@ -188,8 +186,8 @@ def test_what_a_restart_lost_is_named_with_its_tensor_and_ranks(
 
 @pytest.mark.parametrize(("tensor", "found"), [(NORM, 0), (MATRIX, 1)])
 def test_between_two_runs_matrices_count_and_norms_do_not(
-    tensor: str, found: int, before: Path, tmp_path: Path
-) -> None:
+    tensor: str, found: int, before: Path, tmp_path
+):
     """Adam scales a gradient that is 0 but for rounding to a whole step: small tensors differ
     between equal runs.
     """
@@ -198,15 +196,13 @@ def test_between_two_runs_matrices_count_and_norms_do_not(
 
 
 def test_ranks_without_a_fingerprint_are_noted_and_their_tensors_not_compared(
-    before: Path, tmp_path: Path
-) -> None:
+    before: Path, tmp_path
+):
     comparison = compare_restart(before, loaded(tmp_path / "partial", prints()[:3]))
     assert not comparison.findings and "no fingerprint of ranks 3" in comparison.notes[0]
 
 
-def test_the_command_prints_it_in_lines_and_as_json(
-    before: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_prints_it_in_lines_and_as_json(before: Path, tmp_path, capsys):
     whole = loaded(tmp_path / "after", prints())
     broken = put(tmp_path / "broken", LOST["a norm reset"][0])
     assert main(["debug", "restart", str(before), str(whole)]) == 0
@@ -241,8 +237,8 @@ BAD: dict[str, tuple[Callable[[Path], Any], str]] = {
 
 @pytest.mark.parametrize("name", BAD)
 def test_what_cannot_be_compared_is_one_line_and_exit_code_2(
-    name: str, before: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+    name: str, before: Path, tmp_path, capsys
+):
     make, line = BAD[name]
     make(tmp_path / "B")
     assert main(["debug", "restart", str(before), str(tmp_path / "B")]) == 2
@@ -252,20 +248,18 @@ def test_what_cannot_be_compared_is_one_line_and_exit_code_2(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", BUGS)
-def test_a_bug_planted_into_a_real_engine_is_named(
-    kind: str, pool: WorkerPool, tmp_path: Path
-) -> None:
+def test_a_bug_planted_into_a_real_engine_is_named(kind: str, pool: WorkerPool, tmp_path):
     bug = BUGS[kind]
     comparison = cycle(pool, tmp_path / "r", bug.topology, kind)
     assert named(bug, comparison), comparison.summary()
 
 
 @pytest.mark.slow
-def test_nothing_is_found_in_a_clean_cycle_with_dropout(pool: WorkerPool, tmp_path: Path) -> None:
+def test_nothing_is_found_in_a_clean_cycle_with_dropout(pool: WorkerPool, tmp_path):
     assert not cycle(pool, tmp_path / "r", CLEAN).findings
 
 
-def test_shards_are_a_whole_where_each_begins_at_the_end_of_the_one_before() -> None:
+def test_shards_are_a_whole_where_each_begins_at_the_end_of_the_one_before():
     (size,) = MODEL[NORM][0]
 
     def part(first: int, end: int) -> Part:

@@ -1,7 +1,6 @@
 """Who is slow is named, by rank or node."""
 
 import json
-from pathlib import Path
 
 import pytest
 
@@ -11,7 +10,7 @@ from trilane.workspace.rank_grid import regular
 from trilane_diagnose.stragglers import Straggler, find_stragglers, slowest
 
 
-def test_a_rank_is_slow_from_five_standard_deviations_on() -> None:
+def test_a_rank_is_slow_from_five_standard_deviations_on():
     """Median 1.00, median absolute deviation 0.02: a Gaussian's standard deviation is 0.02965, five
     of them 0.148.
     """
@@ -38,9 +37,7 @@ def names(found: list[Straggler]) -> list[str]:
         (1.051, (4, 5), ["rank 5", "rank 4"]),
     ],
 )
-def test_a_node_is_slow_where_three_of_its_four_ranks_are(
-    share: float, ranks: tuple, found: list
-) -> None:
+def test_a_node_is_slow_where_three_of_its_four_ranks_are(share: float, ranks: tuple, found: list):
     """Who waits for a slow rank communicates longer, and is not named. The last stage has the head,
     and works longer.
     """
@@ -67,7 +64,7 @@ DISK = "the shared disk, since batch-generator takes 3 s longer on"
 )
 def test_who_works_longer_than_before_is_at_fault(
     phase: int, excess: tuple, ranks: tuple, words: str, width: int
-) -> None:
+):
     """Two stages of two replicas, on one or two nodes, by 3 s; a rank that waits does not work
     longer.
     """
@@ -80,9 +77,7 @@ def test_who_works_longer_than_before_is_at_fault(
     assert guilty == ranks and line.startswith(words)
 
 
-def test_the_command_reads_a_run_and_refuses_a_folder_without_times(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_reads_a_run_and_refuses_a_folder_without_times(tmp_path, capsys):
     """Rank 5 of 16 computes 30 % longer after the warm-up."""
     (tmp_path / "ranks").mkdir()
     assert main(["debug", "stragglers", str(tmp_path)]) == 2

@@ -44,8 +44,8 @@ HANGS = os.environ.get("TRILANE_HANGS", "stopped exit").split()
 @pytest.mark.usefixtures("uncounted_processes")
 @pytest.mark.parametrize("kind", HANGS)
 def test_a_real_training_that_hangs_is_dumped_judged_and_ended(
-    kind: str, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    kind: str, data, tmp_path, monkeypatch
+):
     """The megatron engine with gloo, TP 2 x PP 2."""
     monkeypatch.setenv("PYTHONPATH", str(PLANTED), prepend=os.pathsep)
     monkeypatch.setenv("TRILANE_PLANT", f"{kind} 2 3")
@@ -76,8 +76,8 @@ def paced(lost: float) -> dict[int, Heartbeat]:
     ("spares", "advice"), [(1, "it saves now; slow node: again on spare"), (0, "with --exclude=b")]
 )
 def test_a_slow_node_is_named_once_all_report_it_and_left_for_a_spare(
-    spares: int, advice: str, tmp_path: Path
-) -> None:
+    spares: int, advice: str, tmp_path
+):
     """Once all nodes say that a restart would have cost less, or that of rank 0 a tenth later;
     again only for another place, until the run is as fast as before.
     """
@@ -150,16 +150,14 @@ def captured(code: str, answer: str, folder: Path) -> Path:
             child.kill()
 
 
-def test_where_py_spy_may_not_attach_faulthandler_answers(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_where_py_spy_may_not_attach_faulthandler_answers(tmp_path, monkeypatch):
     monkeypatch.setattr(capture, "pyspy_dump", lambda pid, stopped: ("", "Permission denied"))
     stacks = captured(STUCK, "", tmp_path)
     assert "waits_for_ever" in (stacks / "rank_0.txt").read_text()
     assert diagnose_hang(stacks).groups[0].frames[0].startswith("waits_for_ever")
 
 
-def test_a_capture_asks_the_flight_recorder(tmp_path: Path) -> None:
+def test_a_capture_asks_the_flight_recorder(tmp_path):
     """As torch's DumpPipe listens: a rank that answers, next to an earlier dump."""
     (tmp_path / "ranks").mkdir()
     (tmp_path / "ranks/nccl_trace_rank_0").write_text("of an earlier attempt")
@@ -170,8 +168,8 @@ def test_a_capture_asks_the_flight_recorder(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_without_our_launcher_the_first_rank_of_a_node_starts_the_watchdog_and_it_ends_the_job(
-    data: Path, tmp_path: Path
-) -> None:
+    data, tmp_path
+):
     """As srun or a foreign torchrun start the engine: nobody of ours looks on from outside."""
     plan = changed(small(data, iters=100_000, source="mock", dp=2), "run", hang_timeout_s=5.0)
     folder = run_folder(plan, tmp_path / "run")
@@ -194,8 +192,8 @@ subprocess.run([sys.executable, "-m", "trilane_diagnose.watchdog", sys.argv[1], 
 
 @pytest.mark.parametrize("has_exited", [False, True])
 def test_a_watchdog_answers_a_capture_and_ends_with_its_rank_while_it_waits_for_other_nodes(
-    has_exited: bool, tmp_path: Path
-) -> None:
+    has_exited: bool, tmp_path
+):
     """A new folder below stacks/ is a question to every node; a rank that exits makes the watchdog
     ask itself. SLURM waits for every process of a job that it ends, and drains the node that keeps
     one.
@@ -229,7 +227,7 @@ def test_a_watchdog_answers_a_capture_and_ends_with_its_rank_while_it_waits_for_
     assert list(tmp_path.glob("stacks/*/rank_0.*")) and not own_beats(tmp_path, env)
 
 
-def test_a_watchdog_whose_rank_has_ended_before_it_began_ends_too(tmp_path: Path) -> None:
+def test_a_watchdog_whose_rank_has_ended_before_it_began_ends_too(tmp_path):
     """It would hold the job's output open for ever."""
     (tmp_path / "plan.json").write_text(json.dumps(small_plan().to_json()))
     command = [sys.executable, "-m", "trilane_diagnose.watchdog", str(tmp_path), "999999999", "0"]

@@ -138,7 +138,7 @@ def typed(lines: list[str], folder: Path) -> list[tuple[int, str, str]]:
 @pytest.mark.slow
 @pytest.mark.usefixtures("uncounted_processes")
 @pytest.mark.parametrize("page", [page for page in PAGES if blocks(page)], ids=name)
-def test_the_commands_of_a_page_run(page: Path, tmp_path: Path) -> None:
+def test_the_commands_of_a_page_run(page: Path, tmp_path):
     shown = blocks(page)
     printed = typed([block for _, block, _ in shown], tmp_path)
     for folder in SHIPPED:
@@ -159,7 +159,7 @@ def test_the_commands_of_a_page_run(page: Path, tmp_path: Path) -> None:
         )
 
 
-def test_each_block_of_the_tutorial_and_the_guides_is_typed_or_gives_the_reason() -> None:
+def test_each_block_of_the_tutorial_and_the_guides_is_typed_or_gives_the_reason():
     pages = [REPOSITORY / "README.md", DOCS / "tutorial.md", *(DOCS / "guides").glob("*.md")]
     assert not [
         (name(page), first)
@@ -212,7 +212,7 @@ def mistake(words: list[str]) -> str:
     )
 
 
-def test_commands_and_options_exist() -> None:
+def test_commands_and_options_exist():
     pages = [page for page in PAGES if page.name not in ("log.md", "CHANGELOG.md")]
     assert not {
         (name(page), " ".join(words))
@@ -231,13 +231,13 @@ def links(page: Path) -> set[Path]:
     return {Path(os.path.normpath(page.parent / target)) for target in targets}
 
 
-def test_links_lead_somewhere() -> None:
+def test_links_lead_somewhere():
     assert not [
         (name(page), str(target)) for page in PAGES for target in links(page) if not target.exists()
     ]
 
 
-def test_each_of_at_most_forty_public_names_shows_a_call() -> None:
+def test_each_of_at_most_forty_public_names_shows_a_call():
     import trilane
 
     assert len(trilane.__all__) <= 40
@@ -261,7 +261,7 @@ def documented() -> list[tuple[str, set[str]]]:
     return found
 
 
-def test_every_field_has_a_line() -> None:
+def test_every_field_has_a_line():
     assert len(documented()) > 10
     for path, names in documented():
         module, _, cls = path.rpartition(".")

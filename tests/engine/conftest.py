@@ -28,7 +28,7 @@ def fork(pool) -> Iterator[Fork]:
 
 
 @pytest.fixture
-def train(fork: Fork, tmp_path: Path) -> Callable[[Plan], list[dict]]:
+def train(fork: Fork, tmp_path) -> Callable[[Plan], list[dict]]:
     """Train a plan in as many processes as it wants and return its steps; its folder is tmp_path /
     "run".
     """

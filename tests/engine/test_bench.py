@@ -1,8 +1,6 @@
 """This machine, measured, is a cluster like any other."""
 
 import os
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 from plans import small_plan
@@ -35,9 +33,7 @@ print(main([]))
 
 
 @pytest.mark.slow
-def test_ranks_of_srun_on_two_hosts_measure_inside_and_between(
-    ask: Callable, tmp_path: Path
-) -> None:
+def test_ranks_of_srun_on_two_hosts_measure_inside_and_between(ask, tmp_path):
     """Four ranks with SLURM's variables alone; unnamed, the cluster and its file are
     called local.
     """
@@ -60,8 +56,8 @@ def test_ranks_of_srun_on_two_hosts_measure_inside_and_between(
     ],
 )
 def test_a_file_that_cannot_be_written_is_refused_before_anything_is_measured(
-    out: str, rule: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+    out: str, rule: str, tmp_path, capsys
+):
     (tmp_path / "here.json").touch()
     assert bench.main([str(tmp_path / out)]) == 2
     assert capsys.readouterr() == ("", f"trilane: out={tmp_path / out}: {rule}\n")

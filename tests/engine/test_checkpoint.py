@@ -77,8 +77,8 @@ SAME = {
 
 @pytest.mark.parametrize("topology", SAME.values(), ids=SAME.keys())
 def test_a_resumed_run_gives_the_losses_of_one_never_stopped(
-    topology: dict, whole: Whole, fork: Fork, data: Path, tmp_path: Path
-) -> None:
+    topology: dict, whole: Whole, fork, data, tmp_path
+):
     """To the last bit; what it had trained beyond the checkpoint stands once, the first attempt
     aside. And the states of the restart are compared without a finding.
     """
@@ -109,9 +109,7 @@ RESUMED = {
 
 
 @pytest.mark.parametrize(("there", "here"), RESUMED.values(), ids=RESUMED.keys())
-def test_a_run_goes_on_elsewhere(
-    there: dict, here: dict, whole: Whole, fork: Fork, data: Path, tmp_path: Path
-) -> None:
+def test_a_run_goes_on_elsewhere(there: dict, here: dict, whole: Whole, fork, data, tmp_path):
     """On another topology and in another engine, from the checkpoint of a run that is left as it
     is: within 1e-5, and without a finding where the states are compared.
     """
@@ -132,8 +130,8 @@ def a_byte(folder: Path) -> None:
 
 
 def test_a_damaged_checkpoint_is_reported_and_the_one_before_is_used(
-    whole: Whole, fork: Fork, data: Path, tmp_path: Path
-) -> None:
+    whole: Whole, fork, data, tmp_path
+):
     """And where there is none before, one line and exit code 2 on all ranks."""
     plan = changed(saving(data, tp=2), "run", save_interval=1, keep_last=0)
     folder = halfway(whole(plan), plan, tmp_path / "again", 1, 2)
@@ -155,8 +153,8 @@ def test_a_damaged_checkpoint_is_reported_and_the_one_before_is_used(
 
 
 def test_a_full_disk_leaves_the_old_checkpoint_and_the_training_goes_on(
-    whole: Whole, fork: Fork, data: Path, tmp_path: Path
-) -> None:
+    whole: Whole, fork, data, tmp_path
+):
     """A disk of 5 MB: a checkpoint of 2.9 MB fits once. A save that works clears the note."""
     plan = saving(data)
     folder = run_folder(plan, tmp_path / "run")
@@ -200,7 +198,7 @@ words = re.findall(r"(?:iteration +|saved checkpoints/iter_0*)\\d+", (folder / "
 """
 
 
-def test_the_training_goes_on_while_a_checkpoint_is_written(ask: Callable, data: Path) -> None:
+def test_the_training_goes_on_while_a_checkpoint_is_written(ask, data):
     """A disk that takes the first two until four are trained: what is saved is the state of
     iteration 2 (above), the next save waits for it, and so does the end of the run.
     """
@@ -209,7 +207,7 @@ def test_the_training_goes_on_while_a_checkpoint_is_written(ask: Callable, data:
     assert answer == "1 2 3 4 saved 002 5 saved 004 saved 005"
 
 
-def test_runs_killed_at_random_moments_go_on_right() -> None:
+def test_runs_killed_at_random_moments_go_on_right():
     """One more, like the seventy whose result is docs/engine.md."""
     script = Path(__file__).parents[2] / "benchmarks/kill_saves.py"
     command = [sys.executable, str(script), "--trials", "1", "--seed", "7"]

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # what megatron-core says whi
 TEXT = "a line of text\n" * 40
 
 
-def test_bytes_and_end_of_document_come_back_from_megatrons_own_reader(tmp_path: Path) -> None:
+def test_bytes_and_end_of_document_come_back_from_megatrons_own_reader(tmp_path):
     from megatron.core.datasets.indexed_dataset import IndexedDataset
 
     source = tmp_path / "two.jsonl"
@@ -29,7 +29,7 @@ def test_bytes_and_end_of_document_come_back_from_megatrons_own_reader(tmp_path:
     ]
 
 
-def test_a_pair_made_for_megatron_is_used_as_it_is(tmp_path: Path) -> None:
+def test_a_pair_made_for_megatron_is_used_as_it_is(tmp_path):
     from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
     from torch import arange
 
@@ -88,7 +88,7 @@ BAD = {
 
 
 @pytest.mark.parametrize(("make", "message"), BAD.values(), ids=BAD)
-def test_a_bad_corpus_is_refused_in_one_line(make: Callable, message: str, tmp_path: Path) -> None:
+def test_a_bad_corpus_is_refused_in_one_line(make: Callable, message: str, tmp_path):
     with pytest.raises(ValueError) as error:
         prepare(Data(source=make(tmp_path), folder=str(tmp_path / "data")), SHAPE)
     assert str(error.value).startswith("data.source=")
@@ -97,8 +97,8 @@ def test_a_bad_corpus_is_refused_in_one_line(make: Callable, message: str, tmp_p
 
 
 def test_a_tokenizer_that_is_missing_or_larger_than_the_vocabulary_is_refused(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     elsewhere = Data(source="mock", tokenizer=str(tmp_path / "nowhere"), folder=str(tmp_path))
     with pytest.raises(ValueError, match=r"^data.tokenizer=.*: no folder with a tokenizer.json"):
         prepare(elsewhere, SHAPE)

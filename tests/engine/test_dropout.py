@@ -45,7 +45,7 @@ for parallel in (False, True):
 """
 
 
-def test_the_right_share_is_dropped_alike_where_ranks_hold_values_alike(ask: Callable) -> None:
+def test_the_right_share_is_dropped_alike_where_ranks_hold_values_alike(ask):
     """Shares of one half, within five standard deviations. Heads always differ; hidden values
     differ only where each rank has its own part of the sequence.
     """
@@ -83,11 +83,11 @@ def test_recomputation_drops_the_very_same(
     engine: str,
     ways: list,
     topology: dict,
-    fork: Callable,
+    fork,
     truth: Callable,
-    data: Path,
-    tmp_path: Path,
-) -> None:
+    data,
+    tmp_path,
+):
     """Losses equal to the last bit, and no longer those without dropout."""
     losses = {}
     for way in ["none", *ways]:

@@ -2,9 +2,7 @@
 optimizer.
 """
 
-from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from plans import LLAMA, SHAPE, changed, small_plan
@@ -15,7 +13,7 @@ from trilane.config.training import Part
 pytestmark = pytest.mark.filterwarnings("ignore")  # what torch says while it is imported
 
 
-def test_initial_values_are_normal_and_differ_by_name_and_not_by_call(data: Path) -> None:
+def test_initial_values_are_normal_and_differ_by_name_and_not_by_call(data):
     """Mean and deviation of a normal distribution; neighbours in a row or a column are unrelated.
 
     What writes to the residual stream has 0.02 / sqrt(2 L) with L = 4: Radford et al. 2019, section
@@ -50,9 +48,7 @@ print("right")
 
 
 @pytest.mark.parametrize("shape", [SHAPE, replace(LLAMA, biases="qkv")], ids=["GPT-2", "Qwen 2"])
-def test_the_ranks_of_hf_zero3_hold_the_initial_state(
-    shape: ModelShape, data: Path, ask: Callable
-) -> None:
+def test_the_ranks_of_hf_zero3_hold_the_initial_state(shape: ModelShape, data, ask):
     """GPT-2's matrices of transformers are ours transposed, of Qwen 2 queries, keys and values are
     apart.
     """
@@ -74,9 +70,7 @@ for cut in [(0, 1), (0, 2), (1, 2)]:
 """
 
 
-def test_a_blend_keeps_its_weights_from_the_first_samples_on_and_one_order(
-    ask: Callable, data: Path
-) -> None:
+def test_a_blend_keeps_its_weights_from_the_first_samples_on_and_one_order(ask, data):
     """3 : 1 over text and mock, 20 iterations of 8 samples, by megatron-core's blending; dp only
     deals them out.
     """

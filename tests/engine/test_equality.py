@@ -1,7 +1,6 @@
 """Every topology trains the same model: each loss is that of a plain torch GPT in one process."""
 
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 from parity import Row, machine, rows
@@ -34,8 +33,8 @@ LONG = {row.engine: row.label for row in reversed(ROWS) if row.precision == "fp3
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda r: r.label)
 def test_every_loss_is_that_of_one_process(
-    row: Row, train: Callable, truth: Callable, held_out: Callable, data: Path, tmp_path: Path
-) -> None:
+    row: Row, train, truth: Callable, held_out: Callable, data, tmp_path
+):
     """fp32, gloo: losses, also on what is held out, within 1e-5; gradient norms, on which clipping
     hangs, 1e-4.
 
@@ -60,7 +59,7 @@ def test_every_loss_is_that_of_one_process(
     assert evaluations(tmp_path / "run") == found
 
 
-def test_every_row_is_a_plan() -> None:
+def test_every_row_is_a_plan():
     assert len(ROWS) == len(WANTED)
     assert {row.engine for row in rows()} == set(ENGINES)
     for row in rows():

@@ -56,13 +56,13 @@ print("same")
 
 
 @pytest.mark.parametrize("tp", [1, 2])
-def test_each_fused_part_computes_what_it_replaces(ask: Callable, tp: int) -> None:
+def test_each_fused_part_computes_what_it_replaces(ask, tp: int):
     """Values and gradients, the vocabulary whole and divided over two ranks."""
     assert ask(small_plan(Path("data"), tp=tp), PARTS) == "same\n" * tp
 
 
 @pytest.mark.slow
-def test_the_compiled_parts_compute_what_the_functions_do(ask: Callable) -> None:
+def test_the_compiled_parts_compute_what_the_functions_do(ask):
     """torch.compile with this host's C++ compiler; about 10 s."""
     assert ask(small_plan(Path("data")), COMPILED, joined=False).endswith("same\n")
 
@@ -79,7 +79,7 @@ assert not torch._dynamo.utils.counters["graph_break"], torch._dynamo.utils.coun
 
 
 @pytest.mark.slow
-def test_a_layer_compiled_whole_trains_the_same_and_is_one_graph(ask: Callable) -> None:
+def test_a_layer_compiled_whole_trains_the_same_and_is_one_graph(ask):
     """A Llama of two layers in fp32, by this host's C++ compiler; about 15 s."""
     shape = replace(TASKS["llama"].shape, num_layers=2)
     plan = small_plan(Path("data"), shape=shape, mbs=2, gbs=2)
@@ -98,9 +98,7 @@ TOPOLOGIES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", TOPOLOGIES)
-def test_a_fused_training_follows_one_process(
-    train: Callable, truth: Callable, data: Path, tmp_path: Path, name: str
-) -> None:
+def test_a_fused_training_follows_one_process(train, truth: Callable, data, tmp_path, name: str):
     """As the unfused path does."""
     task = TASKS[name]
     plan = task.plan(HERE, str(data), **TOPOLOGIES[name])

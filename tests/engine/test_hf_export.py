@@ -80,7 +80,7 @@ def logits(folder: Path, tokens: object) -> object:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
-def test_an_exported_model_has_our_logits(shape: ModelShape, tmp_path: Path) -> None:
+def test_an_exported_model_has_our_logits(shape: ModelShape, tmp_path):
     """No head, matrix or pair of rotary channels is turned the wrong way; in one file
     or several.
     """
@@ -100,7 +100,7 @@ def test_an_exported_model_has_our_logits(shape: ModelShape, tmp_path: Path) -> 
     assert (logits(tmp_path / "model", tokens) - reference(ours, shape, tokens)).abs().max() < 1e-5
 
 
-def test_the_tokenizer_of_a_folder_is_that_of_the_training(tmp_path: Path) -> None:
+def test_the_tokenizer_of_a_folder_is_that_of_the_training(tmp_path):
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import AutoTokenizer
 
@@ -119,7 +119,7 @@ def test_the_tokenizer_of_a_folder_is_that_of_the_training(tmp_path: Path) -> No
     assert [*theirs("b a")["input_ids"], theirs.eos_token_id] == ours
 
 
-def test_what_cannot_be_exported_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_what_cannot_be_exported_is_one_line(tmp_path, capsys):
     from trilane_engine.checkpoint.huggingface import main
 
     run = tmp_path / name_of(5)

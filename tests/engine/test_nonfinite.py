@@ -1,9 +1,7 @@
 """The first value that is not finite has a name: module, rank, microbatch, pass, precision."""
 
 import json
-from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from plans import SHAPE, run_folder, small_plan
@@ -70,9 +68,7 @@ FAULTS = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FAULTS)
-def test_the_first_value_that_is_not_finite_is_named(
-    name: str, fork: Callable, data: Path, tmp_path: Path
-) -> None:
+def test_the_first_value_that_is_not_finite_is_named(name: str, fork, data, tmp_path):
     fault, ranks, topology, wanted = FAULTS[name]
     plan = small_plan(data, iters=3, source="mock", shape=replace(SHAPE, num_layers=4), **topology)
     folder = run_folder(plan, tmp_path / "run")

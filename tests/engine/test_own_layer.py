@@ -49,9 +49,7 @@ ROWS = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ROWS)
-def test_an_own_layer_has_one_loss_curve(
-    name: str, fork: Callable, alone: Truth, data: Path, tmp_path: Path
-) -> None:
+def test_an_own_layer_has_one_loss_curve(name: str, fork, alone: Truth, data, tmp_path):
     """Initial values, and gradients of what tensor-parallel ranks hold whole, are those of one
     process.
     """
@@ -67,9 +65,7 @@ def test_an_own_layer_has_one_loss_curve(
 
 
 @pytest.mark.slow
-def test_a_checkpoint_of_an_own_layer_goes_on_elsewhere(
-    fork: Callable, alone: Truth, data: Path, tmp_path: Path
-) -> None:
+def test_a_checkpoint_of_an_own_layer_goes_on_elsewhere(fork, alone: Truth, data, tmp_path):
     """From TP 2 to one process: what the layer divides is put together."""
     plan = changed(own_plan(data, "Mixer", tp=2), "run", exit_iteration=2)
     first = run_folder(plan, tmp_path / "first")
@@ -125,9 +121,7 @@ for file in sorted(Path(PLACE).glob("*.json")):
 
 
 @pytest.mark.slow
-def test_what_would_not_train_is_one_line_that_names_it(
-    ask: Callable, data: Path, tmp_path: Path
-) -> None:
+def test_what_would_not_train_is_one_line_that_names_it(ask, data, tmp_path):
     """As each rank does before a training starts."""
     for number, (source, _) in enumerate(BAD):
         layer = Layer(name="own.py:Own", source=source)
@@ -138,7 +132,7 @@ def test_what_would_not_train_is_one_line_that_names_it(
         assert line.startswith(f"layer=own.py:Own: {rule}") if rule else line == "", (line, rule)
 
 
-def test_a_plan_holds_the_text_of_its_layer(data: Path, tmp_path: Path) -> None:
+def test_a_plan_holds_the_text_of_its_layer(data, tmp_path):
     """All that a run needs: a file that changes later changes no run that is prepared."""
     plan = own_plan(data, "Mixer")
     assert plan_from_json(json.loads(json.dumps(plan.to_json()))) == plan
@@ -148,7 +142,7 @@ def test_a_plan_holds_the_text_of_its_layer(data: Path, tmp_path: Path) -> None:
     assert read_plan(tmp_path).layer == Layer(name="mine.py:Mixer", source=plan.layer.source)
 
 
-def test_a_class_of_a_notebooks_cell_travels_with_what_the_cell_defines() -> None:
+def test_a_class_of_a_notebooks_cell_travels_with_what_the_cell_defines():
     """As ipykernel compiles a cell: its text is known by the name of a file that does not exist."""
     cell = "import json\nWIDTH = 4\nclass Own:\n    def forward(self): return WIDTH\n"
     linecache.cache["cell"] = (len(cell), None, cell.splitlines(keepends=True), "cell")

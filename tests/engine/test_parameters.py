@@ -4,7 +4,6 @@ engine builds.
 
 import json
 import math
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -79,7 +78,7 @@ for values in json.loads(PLANS):
 
 
 @pytest.mark.slow
-def test_the_formula_counts_the_parameters_of_every_rank_exactly(ask: Callable, data) -> None:
+def test_the_formula_counts_the_parameters_of_every_rank_exactly(ask, data):
     given = json.dumps([plan.to_json() for plan in PLANS])
     lines = ask(small_plan(data), f"PLANS = {given!r}\n{COUNT}", joined=False).splitlines()
     for plan, line in zip(PLANS, lines, strict=True):
@@ -88,7 +87,7 @@ def test_the_formula_counts_the_parameters_of_every_rank_exactly(ask: Callable, 
         assert json.loads(line) == [[stage] * plan.topology.tp for stage in stages], plan
 
 
-def test_the_canonical_tensors_are_as_many_numbers_as_the_shape_counts() -> None:
+def test_the_canonical_tensors_are_as_many_numbers_as_the_shape_counts():
     from trilane_engine.model.parameters import whole_sizes
 
     for plan in PLANS:

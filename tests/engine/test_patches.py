@@ -41,7 +41,7 @@ NEEDED = [
 
 
 @pytest.mark.parametrize(("patch", "file", "words"), NEEDED, ids=str)
-def test_the_library_still_does_what_is_patched(patch: str, file: str, words: str) -> None:
+def test_the_library_still_does_what_is_patched(patch: str, file: str, words: str):
     """Else the patch may go, or would do nothing."""
     library, _, rest = file.partition("/")
     places = [Path(folder, rest) for folder in find_spec(library).submodule_search_locations]

@@ -1,8 +1,6 @@
 """The line that a person reads and the line that a program reads say the same."""
 
-from collections.abc import Callable
 from datetime import datetime
-from pathlib import Path
 
 import pytest
 from plans import changed, small_plan
@@ -37,7 +35,7 @@ STEP |= {
 }
 
 
-def test_the_line_is_megatrons_and_a_window_has_means_of_time_and_loss_and_sums_of_counts() -> None:
+def test_the_line_is_megatrons_and_a_window_has_means_of_time_and_loss_and_sums_of_counts():
     """Megatron-LM's training_log of 2025, with the clock in front."""
     assert report.megatron_line([STEP], 100, datetime(2026, 8, 1, 12)) == LINE
     other = {**STEP, "lm_loss": 3.5, "sec_per_it": 2.2345, "skipped": 0}
@@ -58,8 +56,8 @@ TIMED = {
 @pytest.mark.slow
 @pytest.mark.parametrize(("topology", "names"), TIMED.values(), ids=TIMED.keys())
 def test_timers_fill_the_iteration_and_our_reader_reads_them(
-    topology: dict, names: set, train: Callable, data: Path, tmp_path: Path
-) -> None:
+    topology: dict, names: set, train, data, tmp_path
+):
     """Of the last rank, of the two iterations before each line."""
     plan = changed(small_plan(data, iters=4, **topology), "run", timers=True, log_interval=2)
     steps = train(plan)

@@ -39,9 +39,7 @@ TOPOLOGIES = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("topology", TOPOLOGIES.values(), ids=TOPOLOGIES.keys())
-def test_a_growing_batch_gives_the_losses_of_one_process(
-    topology: dict, train: Callable, grown: list, data: Path
-) -> None:
+def test_a_growing_batch_gives_the_losses_of_one_process(topology: dict, train, grown: list, data):
     """One microbatch a replica at first, then two, then three: DeepSpeed's own count of them would
     be out of step.
     """

@@ -3,7 +3,6 @@ and not raised.
 """
 
 import os
-from pathlib import Path
 
 import pytest
 from support import Later
@@ -11,7 +10,7 @@ from support import Later
 torch, files = Later("torch"), Later("trilane_engine.checkpoint.slices")
 
 
-def test_a_file_has_the_published_format_and_was_synchronised(tmp_path: Path, monkeypatch) -> None:
+def test_a_file_has_the_published_format_and_was_synchronised(tmp_path, monkeypatch):
     """By huggingface/safetensors. fsync(2): without it, a crash after the save may leave a
     complete-looking checkpoint of zeros; there a network file system reports a full disk.
     """
@@ -27,7 +26,7 @@ def test_a_file_has_the_published_format_and_was_synchronised(tmp_path: Path, mo
 
 
 @pytest.mark.parametrize("box", [((2, 6), (1, 4)), ((0, 2), (1, 3), (0, 3))], ids=["2", "3"])
-def test_a_range_of_a_part_is_boxes_that_cover_it_in_order(box: tuple) -> None:
+def test_a_range_of_a_part_is_boxes_that_cover_it_in_order(box: tuple):
     """Every range of a vector, a matrix and a pair of matrices; a matrix's has at most
     three boxes.
     """

@@ -30,7 +30,7 @@ NODES = {"gpu7,gpu9": "gpu7", "gpu[003-006,9],x1": "gpu003"}
 
 
 @pytest.mark.parametrize("nodelist", NODES)
-def test_srun_alone_is_enough_to_find_one_another(nodelist: str) -> None:
+def test_srun_alone_is_enough_to_find_one_another(nodelist: str):
     """The first host as `scontrol show hostnames` expands the list; `srun -N2 -n16` sets no
     SLURM_NTASKS_PER_NODE.
     """
@@ -60,7 +60,7 @@ CARDS = [
 @pytest.mark.parametrize(("capability", "precision", "cards", "outcome"), CARDS, ids=str)
 def test_a_task_uses_its_card_where_that_has_the_precision(
     capability: tuple, precision: str, cards: int, outcome: int | str, monkeypatch
-) -> None:
+):
     """The last of four on its host; torch itself says yes to bf16 on a V100."""
     import torch
 
@@ -85,16 +85,14 @@ def test_a_task_uses_its_card_where_that_has_the_precision(
     assert outcome in str(caught.value)
 
 
-def test_a_world_unlike_the_plan_is_refused_once_by_rank_0(
-    fork: Callable, data: Path, tmp_path: Path
-) -> None:
+def test_a_world_unlike_the_plan_is_refused_once_by_rank_0(fork, data, tmp_path):
     folder = run_folder(small_plan(data, source="mock", pp=2), tmp_path / "run")
     fork(3, folder, code=2)
     logs = [(folder / f"{rank}.log").read_text() for rank in range(3)]
     assert logs == ["world size=3: must be tp x cp x pp x dp = 1 x 1 x 2 x 1 = 2\n", "", ""]
 
 
-def test_nodes_that_wait_in_vain_end_as_a_failed_rendezvous(tmp_path, capfd) -> None:
+def test_nodes_that_wait_in_vain_end_as_a_failed_rendezvous(tmp_path, capfd):
     """torchrun's agents: one where the other node is missing, one where the first does
     not answer.
     """
@@ -154,14 +152,14 @@ SENT = {
 
 
 @pytest.mark.parametrize(("send", "env", "understood"), SENT.values(), ids=SENT)
-def test_a_worker_understands_who_asks_for_what(send: Callable, env: dict, understood: str) -> None:
+def test_a_worker_understands_who_asks_for_what(send: Callable, env: dict, understood: str):
     """torchrun sends SIGTERM to clear up after a dead rank; SLURM and a person send it to end a
     run.
     """
     assert answer(send, env) == understood
 
 
-def test_a_signal_that_comes_while_a_worker_starts_is_not_lost() -> None:
+def test_a_signal_that_comes_while_a_worker_starts_is_not_lost():
     """Our torchrun blocks it; nobody is killed."""
 
     def early() -> None:
@@ -192,7 +190,7 @@ ASKED = [
 @pytest.mark.parametrize(("first", "files", "stop", "second", "reason"), ASKED)
 def test_of_what_is_asked_the_most_counts(
     first: bool, files: list, stop: bool, second: float, reason: str, tmp_path, monkeypatch
-) -> None:
+):
     """Of rank 0's files and clock, and any rank's signals."""
     for name in files:
         (tmp_path / name).touch()
@@ -203,8 +201,8 @@ def test_of_what_is_asked_the_most_counts(
 
 
 def test_a_run_leaves_a_slow_node_at_once_and_saves_again_once_the_disk_has_room(
-    tmp_path: Path, monkeypatch
-) -> None:
+    tmp_path, monkeypatch
+):
     """The room is looked at once a minute."""
     from trilane_engine import loop
 

@@ -33,8 +33,8 @@ VERSIONS = [
 
 @pytest.mark.parametrize(("megatron", "others", "reason"), VERSIONS, ids=str)
 def test_a_package_that_megatron_core_does_not_work_with_is_one_line(
-    megatron: str, others: dict[str, str], reason: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    megatron: str, others: dict[str, str], reason: str, monkeypatch
+):
     installed = {"megatron-core": megatron, **others}
 
     def version(package: str) -> str:
@@ -49,7 +49,7 @@ def test_a_package_that_megatron_core_does_not_work_with_is_one_line(
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:full scope")
-def test_megatron_core_takes_what_it_is_given() -> None:
+def test_megatron_core_takes_what_it_is_given():
     """Its settings as they are; its classes need CUDA."""
     from trilane_engine.cpu import enable_cpu
 

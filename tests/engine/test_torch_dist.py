@@ -75,9 +75,7 @@ def converted(*words: object) -> int:
 
 
 @pytest.mark.slow
-def test_megatron_core_loads_what_we_write(
-    fork: Callable, ask: Callable, data: Path, tmp_path: Path
-) -> None:
+def test_megatron_core_loads_what_we_write(fork, ask, data, tmp_path):
     """Its own dist_checkpointing.load, TP 2 and PP 2, of a checkpoint that one process trained: one
     loss.
     """
@@ -100,9 +98,7 @@ def loss_of(run: Path, ask: Callable, data: Path) -> float:
 
 
 @pytest.mark.slow
-def test_what_megatron_core_saves_is_read(
-    ask: Callable, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
+def test_what_megatron_core_saves_is_read(ask, data, tmp_path, capsys):
     """By its dist_checkpointing.save on TP 2 and PP 2; an optimizer's state is left."""
     plan = small_plan(data, source="mock", shape=LLAMA)
     source = tmp_path / "megatron/iter_0000007"
@@ -183,8 +179,8 @@ BAD = {
 
 @pytest.mark.parametrize(("change", "fields", "message"), BAD.values(), ids=BAD)
 def test_a_bad_checkpoint_of_megatron_is_one_line_and_runs_nothing(
-    change: Callable, fields: dict, message: str, tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
+    change: Callable, fields: dict, message: str, tmp_path, capsys
+):
     checkpoint(SHAPE, tmp_path / "good")
     assert converted(tmp_path / "good", tmp_path / "megatron") == 0
     folder = tmp_path / "megatron/iter_0000005"
@@ -201,9 +197,7 @@ def test_a_bad_checkpoint_of_megatron_is_one_line_and_runs_nothing(
     assert not (folder / "ran").exists() and not (tmp_path / "ours").exists()
 
 
-def test_what_cannot_be_converted_is_one_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
+def test_what_cannot_be_converted_is_one_line(tmp_path, capsys):
     checkpoint(BLOOM, tmp_path / "bloom")
     checkpoint(SHAPE, tmp_path / "good")
     assert converted(tmp_path / "good", tmp_path / "megatron") == 0

@@ -24,7 +24,7 @@ def cost(risks: FailureModel, stop: Interruption = STOP, interval_s: float = 12.
     return risks.stop_cost(stop, 1, interval_s, 0)
 
 
-def test_means_add_and_so_do_variances_of_what_is_independent() -> None:
+def test_means_add_and_so_do_variances_of_what_is_independent():
     """Lost work is uniform over 12 s: variance 144 / 12; start-up, idle time and queue are
     exponential.
     """
@@ -40,7 +40,7 @@ def test_means_add_and_so_do_variances_of_what_is_independent() -> None:
 
 @pytest.mark.parametrize("spares", [0, 1, 2, 3, 7])
 @pytest.mark.parametrize("nodes", [1, 48, 1000])
-def test_a_node_is_waited_for_where_all_spares_are_under_repair(nodes: int, spares: int) -> None:
+def test_a_node_is_waited_for_where_all_spares_are_under_repair(nodes: int, spares: int):
     """M/M/inf: as many are under repair as a Poisson says; k + 1 of them: the first is back after 1
     / (k + 1).
     """
@@ -51,7 +51,7 @@ def test_a_node_is_waited_for_where_all_spares_are_under_repair(nodes: int, spar
     assert wait_for_node_s(nodes, 10, 24, spares) == pytest.approx(expected, rel=1e-9)
 
 
-def test_checkpoints_are_as_often_as_daly_says_for_all_interruptions_together() -> None:
+def test_checkpoints_are_as_often_as_daly_says_for_all_interruptions_together():
     """Equation 37: d = 60 s, M = 20 h: Young's 2939.4 s, times 1.00685, less the save."""
     assert daly_interval_s(60, 20 * HOUR) == pytest.approx(2899.53, rel=1e-5)
     risks = replace(
@@ -69,6 +69,6 @@ def test_checkpoints_are_as_often_as_daly_says_for_all_interruptions_together() 
     )
 
 
-def test_every_assumption_has_a_source() -> None:
+def test_every_assumption_has_a_source():
     assert set(shipped_json("risks")["sources"]) == set(vars(FailureModel())) - {"stops"}
     assert all(stop.source for stop in FailureModel().stops)

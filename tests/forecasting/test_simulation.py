@@ -30,7 +30,7 @@ def run(
     )
 
 
-def test_what_an_interruption_undoes_is_done_again_and_may_be_interrupted_again() -> None:
+def test_what_an_interruption_undoes_is_done_again_and_may_be_interrupted_again():
     """900 s of work, a stop every 100 s, each undoes 10 s of a 20 s interval: T = 900 + T / 100 x
     10 = 1000 s.
     """
@@ -39,7 +39,7 @@ def test_what_an_interruption_undoes_is_done_again_and_may_be_interrupted_again(
     assert found.gpu_s == pytest.approx(8 * found.wall_s), "lost work is charged"
 
 
-def test_idle_hours_that_are_not_charged_cost_days_and_no_gpu_hours() -> None:
+def test_idle_hours_that_are_not_charged_cost_days_and_no_gpu_hours():
     """Nine stops in 900 s, 3.6 s idle each (no work is undone to speak of)."""
     for charged in (True, False):
         stop = replace(EVERY_100_S, idle_hours=0.001, charged=charged)
@@ -49,7 +49,7 @@ def test_idle_hours_that_are_not_charged_cost_days_and_no_gpu_hours() -> None:
         assert found.gpu_s == pytest.approx(8 * (900 + idle * charged), rel=1e-6)
 
 
-def test_thousands_of_runs_scatter_as_their_causes_do() -> None:
+def test_thousands_of_runs_scatter_as_their_causes_do():
     """Stops with a queue of 100 s: a Poisson number n of them, mean 100, each uniform in 60 s plus
     exponential waits.
 

@@ -4,7 +4,6 @@ megatron/arguments.py.
 
 import json
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from recorded import compare
@@ -66,7 +65,7 @@ def plan(topology: dict, **changes: object) -> Plan:
 
 
 @pytest.mark.parametrize("topology", TOPOLOGIES, ids=str)
-def test_a_plan_comes_back_from_its_arguments(topology: dict) -> None:
+def test_a_plan_comes_back_from_its_arguments(topology: dict):
     plain = plan(topology)
     split = replace(BLENDED, split="949,50.5,1")
     ramped = plan({**topology, "gbs": 64}, run=RUNS[1], data=split)
@@ -99,7 +98,7 @@ KINDS = [
 
 
 @pytest.mark.parametrize("shape", KINDS, ids=str)
-def test_every_kind_of_decoder_comes_back_from_its_arguments(shape: ModelShape) -> None:
+def test_every_kind_of_decoder_comes_back_from_its_arguments(shape: ModelShape):
     original = plan({}, shape=shape)
     found = parse_plan(
         read_arguments(megatron_text(megatron_args(original))), cluster=MACHINE, gpus=1
@@ -128,7 +127,7 @@ OF_THE_FORK = [
 
 
 @pytest.mark.parametrize(("words", "meant"), OF_THE_FORK)
-def test_the_words_of_the_fork_are_read(words: str, meant: dict) -> None:
+def test_the_words_of_the_fork_are_read(words: str, meant: dict):
     text = megatron_text(megatron_args(plan({}))).replace("--no-bias-gelu-fusion", "")
     found = parse_plan(read_arguments(f"{text} --deepspeed {words}"), cluster=MACHINE, gpus=1)
     values = {**vars(found.plan.topology), **vars(found.plan.shape)}
@@ -136,7 +135,7 @@ def test_the_words_of_the_fork_are_read(words: str, meant: dict) -> None:
     assert (found.plan.engine, found.unknown, found.differs) == ("deepspeed-3d", (), ())
 
 
-def test_a_vocabulary_that_is_not_padded_is_padded_as_the_program_does() -> None:
+def test_a_vocabulary_that_is_not_padded_is_padded_as_the_program_does():
     """50257 tokens on TP 4: 50688 rows, a multiple of 4 x 128."""
     text = megatron_text(megatron_args(plan({"tp": 4}))).replace(
         "--padded-vocab-size 50304", "--vocab-size 50257"
@@ -167,7 +166,7 @@ BARE = "--num-layers 8 --hidden-size 256 --num-attention-heads 8 --seq-length 12
 BARE += " --padded-vocab-size 50304 --train-iters 50 --split 9,1,0 --lr-warmup-fraction .1"
 
 
-def test_a_command_line_is_read_and_what_a_plan_lacks_is_named() -> None:
+def test_a_command_line_is_read_and_what_a_plan_lacks_is_named():
     """And what programs take by default."""
     machine = replace(MACHINE, max_nodes=100)
     found = parse_plan(read_arguments(COMMAND), cluster=machine)
@@ -206,7 +205,7 @@ CANNOT_BE_READ = [  # an argument of GOOD, what stands in its place, the message
 
 
 @pytest.mark.parametrize(("old", "new", "message"), CANNOT_BE_READ)
-def test_what_cannot_be_read_is_one_line(old: str, new: str, message: str) -> None:
+def test_what_cannot_be_read_is_one_line(old: str, new: str, message: str):
     text = GOOD.replace(old, new) if old else f"{GOOD} {new}"
     with pytest.raises(ValueError) as caught:
         parse_plan(read_arguments(text), cluster=MACHINE, gpus=4)
@@ -228,13 +227,13 @@ CANNOT_BE_WRITTEN = [  # topology, what else differs, the message
 
 
 @pytest.mark.parametrize(("topology", "changes", "message"), CANNOT_BE_WRITTEN)
-def test_what_cannot_be_written_is_one_line(topology: dict, changes: dict, message: str) -> None:
+def test_what_cannot_be_written_is_one_line(topology: dict, changes: dict, message: str):
     with pytest.raises(ValueError) as caught:
         megatron_args(plan(topology, **changes))
     assert str(caught.value).startswith(message) and "\n" not in str(caught.value)
 
 
-def test_the_command_goes_both_ways(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_the_command_goes_both_ways(tmp_path, capsys):
     path = tmp_path / "small.json"
     path.write_text(
         json.dumps(

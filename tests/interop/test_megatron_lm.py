@@ -253,7 +253,7 @@ def misunderstood(args: Namespace, plan: Plan) -> dict[str, tuple[Any, Any]]:
     return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
 
 
-def test_megatron_lm_takes_every_plan_and_means_what_the_plan_has(taken: list) -> None:
+def test_megatron_lm_takes_every_plan_and_means_what_the_plan_has(taken: list):
     assert len(taken) == COUNT
     for plan, args in taken:
         assert misunderstood(args, plan) == {}
@@ -277,7 +277,7 @@ BESIDE = [
 
 
 @pytest.mark.parametrize("words", BESIDE)
-def test_what_is_not_given_is_read_as_megatron_lm_takes_it(words: str, program: Program) -> None:
+def test_what_is_not_given_is_read_as_megatron_lm_takes_it(words: str, program: Program):
     text = f"{BARE} {words}"
     read = parse_plan(read_arguments(text), cluster=cluster("jz-a100-80g"), gpus=4).plan
     assert misunderstood(program.take(text, 4), read) == {}
@@ -300,8 +300,8 @@ READ_OF_OTHERS = {
 
 def test_the_names_in_our_tables_are_megatron_lms(
     program: Program,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    monkeypatch,
+):
     """But for those that are listed as another program's."""
     tables = known_arguments()
     elsewhere = set[str]().union(*tables["elsewhere"].values())

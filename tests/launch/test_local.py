@@ -33,7 +33,7 @@ FOREVER = 100_000
 
 
 @pytest.fixture
-def folder(request: pytest.FixtureRequest, data: Path, tmp_path: Path) -> Path:
+def folder(request: pytest.FixtureRequest, data: Path, tmp_path) -> Path:
     """A run of two stages, or of another topology, that would take for ever."""
     topology = getattr(request, "param", {"pp": 2})
     return run_folder(small_plan(data, iters=FOREVER, source="mock", **topology), tmp_path / "run")
@@ -78,9 +78,7 @@ def worker(processes: list[psutil.Process], rank: int) -> psutil.Process:
 
 
 @pytest.mark.slow
-def test_a_run_that_completes_leaves_a_clean_log_its_steps_its_stamp_and_its_status(
-    data: Path, tmp_path: Path
-) -> None:
+def test_a_run_that_completes_leaves_a_clean_log_its_steps_its_stamp_and_its_status(data, tmp_path):
     folder = run_folder(small_plan(data, iters=4, source="mock", pp=2), tmp_path / "run")
     outcome = train_local(folder)
     said = (folder / "run.log").read_text().splitlines()
@@ -102,8 +100,8 @@ def test_a_run_that_completes_leaves_a_clean_log_its_steps_its_stamp_and_its_sta
 
 @pytest.mark.slow
 def test_nothing_listens_beyond_this_machine_and_a_killed_rank_ends_all_within_30_s_and_is_named(
-    folder: Path, launched: subprocess.Popen
-) -> None:
+    folder, launched: subprocess.Popen
+):
     family = psutil.Process(launched.pid).children(recursive=True)
     assert listening(family) == {"127.0.0.1"}
     worker(family, 0).kill()
@@ -121,7 +119,7 @@ def test_nothing_listens_beyond_this_machine_and_a_killed_rank_ends_all_within_3
 
 @pytest.mark.slow
 @pytest.mark.parametrize("folder", [{}], indirect=True, ids=["one process"])
-def test_a_launcher_killed_outright_leaves_no_orphan(launched: subprocess.Popen) -> None:
+def test_a_launcher_killed_outright_leaves_no_orphan(launched: subprocess.Popen):
     """SIGKILL cannot be caught: the kernel ends torchrun with the launcher, and the workers with
     torchrun.
     """
@@ -130,9 +128,7 @@ def test_a_launcher_killed_outright_leaves_no_orphan(launched: subprocess.Popen)
     wait_until(lambda: gone(family), 5, "end of all processes")
 
 
-def test_what_must_not_start_is_refused_before_anything_is_written(
-    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_must_not_start_is_refused_before_anything_is_written(data, tmp_path, monkeypatch):
     """A folder that holds a run, and a corpus that is not there."""
     folder = run_folder(small_plan(data, source=str(tmp_path / "nowhere")), tmp_path / "run")
     with pytest.raises(ValueError, match=r"^data.source=.*nowhere: no such file or folder"):
@@ -145,7 +141,7 @@ def test_what_must_not_start_is_refused_before_anything_is_written(
         (folder / left).unlink()
 
 
-def test_a_plan_of_any_name_runs_in_a_folder_called_like_it(data: Path, tmp_path: Path) -> None:
+def test_a_plan_of_any_name_runs_in_a_folder_called_like_it(data, tmp_path):
     """A plan that a search printed, saved as best.json, is a plan; what stands in its way is never
     overwritten.
     """

@@ -29,8 +29,8 @@ XID = "n2: NVRM: Xid (PCI:0000:1b:00): 79, pid=8, GPU has fallen off the bus."
     ],
 )
 def test_a_crash_has_the_cause_that_its_log_gives(
-    text: str, status: str, evidence: str, exclude: str, tmp_path: Path
-) -> None:
+    text: str, status: str, evidence: str, exclude: str, tmp_path
+):
     (tmp_path / "run.log").write_text(f"START a\n{text}\n")
     found = verdict(code=1, written=None, log=last_log(tmp_path), otherwise=CRASH)
     assert (found.status, found.exclude) == (status, exclude) and found.evidence.startswith(
@@ -61,7 +61,7 @@ UNFINISHED = replace(
         (None, COMPLETED, LIMIT, None, "completed"),
     ],
 )
-def test_one_verdict_is_made_of_all_that_is_known(code, written, scheduler, log, status) -> None:
+def test_one_verdict_is_made_of_all_that_is_known(code, written, scheduler, log, status):
     found = verdict(code=code, written=written, scheduler=scheduler, log=log, otherwise=CRASH)
     assert found.status == status
     assert verdict(code=1, written=None, log=VAGUE, otherwise=CRASH) == CRASH, "which names a rank"
@@ -103,9 +103,7 @@ def failed(folder: Path, *ranks: tuple[int, int, str]) -> Path:
         "printed nothing",
     ],
 )
-def test_the_rank_that_broke_first_is_blamed_and_not_those_that_followed(
-    ranks, found, tmp_path: Path
-) -> None:
+def test_the_rank_that_broke_first_is_blamed_and_not_those_that_followed(ranks, found, tmp_path):
     folder = failed(tmp_path, *ranks)
     assert culprit(folder) == found
     words = {rank: text for rank, _, text in ranks}[found[0]]

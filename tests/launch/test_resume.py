@@ -23,7 +23,7 @@ LONG = 2000
 
 
 @pytest.fixture
-def folder(data: Path, tmp_path: Path) -> Path:
+def folder(data: Path, tmp_path) -> Path:
     return run_folder(small_plan(data, iters=LONG, source="mock"), tmp_path / "run")
 
 
@@ -81,8 +81,8 @@ def ends_at_ctrl_c(folder: Path, process: subprocess.Popen) -> None:
 
 @pytest.mark.usefixtures("uncounted_processes")
 def test_a_run_saves_when_asked_stops_when_told_and_goes_on_in_the_same_folder_until_ctrl_c(
-    folder: Path,
-) -> None:
+    folder,
+):
     """SIGUSR1 saves within one iteration and the run goes on; SIGTERM saves and ends, exit code 3,
     status "stopped".
 

@@ -7,7 +7,7 @@ SHAPE = parse_shape("40,5120,40,2048,50304")
 EVEN = {"first_stage_layers": (0,), "last_stage_layers": (0,), "partition": ("uniform",)}
 
 
-def test_each_way_to_cut_eight_gpus_is_looked_at_once() -> None:
+def test_each_way_to_cut_eight_gpus_is_looked_at_once():
     sizes = list(Space(gpus=(8,), gbs=(8,)).sizes())
     assert len(sizes) == len(set(sizes)) == 20
     assert {t * p * d * c for t, p, d, c in sizes} == {8}
@@ -16,7 +16,7 @@ def test_each_way_to_cut_eight_gpus_is_looked_at_once() -> None:
     assert {c for *_, c in Space(gpus=(8,), gbs=(8,), engine="deepspeed-3d").sizes()} == {1}
 
 
-def test_blocks_of_recomputed_layers_are_no_whole_stage() -> None:
+def test_blocks_of_recomputed_layers_are_no_whole_stage():
     """megatron-core counts them in each chunk of a stage: with two chunks of 5 layers, 5 would be
     recompute full.
     """
@@ -32,7 +32,7 @@ def test_blocks_of_recomputed_layers_are_no_whole_stage() -> None:
     assert {p["recompute"] for p in pinned} == {"block"}
 
 
-def test_stages_with_a_number_of_layers_are_lighter_than_the_others_and_share_the_rest() -> None:
+def test_stages_with_a_number_of_layers_are_lighter_than_the_others_and_share_the_rest():
     found = Space(gpus=(4,), gbs=(8,)).points(SHAPE, 4, False, False)
     ends = {row[1:3] for row in found.rows}
     assert {(0, 0), (9, 9)} <= ends and not {(7, 7), (8, 9), (0, 7)} & ends

@@ -43,7 +43,7 @@ def study(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Study]:
 @in_browser
 def test_the_verdict_stands_on_the_first_screen_and_the_page_on_one_sheet(
     study: Study, browser: Any
-) -> None:
+):
     page = browser.new_page(viewport={"width": 1440, "height": 900})
     page.goto((study.folder / "08_decision.html").as_uri())
     verdict = page.locator("p", has_text="GPU-hours").first

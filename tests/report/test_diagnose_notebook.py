@@ -16,8 +16,8 @@ WORD = "embedding.word_embeddings.weight"
 
 @pytest.mark.slow
 def test_the_notebook_runs_where_nothing_hangs_and_names_the_suspects_of_a_folder_of_dumps(
-    outputs: Path, tmp_path: Path
-) -> None:
+    outputs: Path, tmp_path
+):
     calm = Study.create("calm")
     notebook.run("05_diagnose", calm)
     assert {p.name for p in calm.folder.rglob("*")} == {

@@ -204,7 +204,7 @@ def opened(browser: Any, page_file: Path, *, with_policy: bool) -> dict[str, Any
 
 
 @in_browser
-def test_hostile_text_is_text_in_every_report_in_a_browser(study: Study, browser: Any) -> None:
+def test_hostile_text_is_text_in_every_report_in_a_browser(study: Study, browser: Any):
     """Without the policy of its pages: the escaping alone holds."""
     pages = sorted(study.folder.glob("*.html"))
     assert [page.stem for page in pages] == [*notebook_names()[:9], "index"]

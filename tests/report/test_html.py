@@ -19,7 +19,7 @@ from trilane.workspace.study import Study
 
 
 @pytest.mark.parametrize("value", HOSTILE)
-def test_a_value_in_a_report_is_its_text(value: str) -> None:
+def test_a_value_in_a_report_is_its_text(value: str):
     page = Page(markdown_html(Text.of("- {}\n\nand {:code}", value, value)))
     assert set(page.tags) <= {"ul", "li", "p", "code"} and words(page.text) == words(
         f"{value} and {value}"
@@ -29,7 +29,7 @@ def test_a_value_in_a_report_is_its_text(value: str) -> None:
 
 
 @pytest.mark.parametrize("value", HOSTILE)
-def test_markup_that_nobody_escaped_loads_and_runs_nothing(value: str) -> None:
+def test_markup_that_nobody_escaped_loads_and_runs_nothing(value: str):
     """A notebook of a user's own may show any text as Markdown or HTML."""
     for page in (Page(markdown_html(value)), Page(plain_html(value))):
         assert not set(page.tags) & {"script", "svg", "style", "iframe", "form", "input", "comment"}
@@ -42,7 +42,7 @@ def test_markup_that_nobody_escaped_loads_and_runs_nothing(value: str) -> None:
         ]
 
 
-def test_a_report_has_a_policy_no_script_and_only_outputs_that_are_shown(tmp_path: Path) -> None:
+def test_a_report_has_a_policy_no_script_and_only_outputs_that_are_shown(tmp_path):
     data = {
         "application/javascript": "alert(1)",
         "text/latex": "$x$",
@@ -88,7 +88,7 @@ def test_a_report_has_a_policy_no_script_and_only_outputs_that_are_shown(tmp_pat
     assert "<b>plain</b>" in page.text and "<b>bold</b>" in page.text
 
 
-def test_a_report_runs_the_one_script_that_its_policy_names_by_hash(tmp_path: Path) -> None:
+def test_a_report_runs_the_one_script_that_its_policy_names_by_hash(tmp_path):
     look = {"x": {"field": "x", "type": "quantitative"}, "tooltip": {"field": "name"}}
     dots = {"data": {"name": "dots"}, "mark": "point", "encoding": look, "config": {}}
     figure = Interactive(dots, "One dot.", dots=[{"x": 1, "name": HOSTILE[1]}])
@@ -116,7 +116,7 @@ def report(folder: Path, data: dict[str, object]) -> str:
     return notebook_html(folder / "x.ipynb")
 
 
-def test_a_report_has_its_parameters_and_nothing_of_the_machine_that_made_it(outputs: Path) -> None:
+def test_a_report_has_its_parameters_and_nothing_of_the_machine_that_made_it(outputs: Path):
     study = Study.create("s")
     cells = [
         nbformat.v4.new_markdown_cell("# When?\n\n## What does it *cost*?"),

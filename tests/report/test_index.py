@@ -22,9 +22,7 @@ from trilane.workspace.study import Study
         ("runs/a/status.json", '{"status": ["x"], "evidence": 7}'),
     ],
 )
-def test_a_damaged_file_of_a_study_leaves_its_index_readable(
-    outputs: Path, name: str, text: str
-) -> None:
+def test_a_damaged_file_of_a_study_leaves_its_index_readable(outputs: Path, name: str, text: str):
     study = Study.create("s")
     (study.folder / "runs/a").mkdir(parents=True)
     (study.folder / "runs/a/plan.json").write_text("{}")
@@ -32,7 +30,7 @@ def test_a_damaged_file_of_a_study_leaves_its_index_readable(
     assert Path(name).name in Page(write_index(study).read_text()).text
 
 
-def test_an_index_shows_names_as_text_and_links_below_its_folder(outputs: Path) -> None:
+def test_an_index_shows_names_as_text_and_links_below_its_folder(outputs: Path):
     study = Study.create("s")
     run = study.folder / "runs" / "a#b?c%20 <u>"
     run.mkdir(parents=True)

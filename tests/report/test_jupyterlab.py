@@ -124,9 +124,7 @@ def use_every_control(page: Any) -> int:
     return len(controls)
 
 
-def test_notebooks_run_in_jupyterlab_and_so_does_each_of_their_controls(
-    lab: str, page: Any
-) -> None:
+def test_notebooks_run_in_jupyterlab_and_so_does_each_of_their_controls(lab: str, page: Any):
     """One after another in a study, as Run > Run All Cells does: no error, nothing asked of anybody
     else.
 

@@ -32,7 +32,7 @@ STORY = [
 
 
 @pytest.fixture
-def story(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+def story(tmp_path, monkeypatch) -> str:
     """A little notebook of its own, in a folder of its own."""
     kernel = {"name": "python3", "language": "python", "display_name": "Python 3"}
     made = nbformat.v4.new_notebook(metadata={"kernelspec": kernel})
@@ -115,7 +115,7 @@ def test_a_resumed_study_runs_again_only_what_is_not_done(story, outputs, capfd)
 
 def test_a_notebook_that_another_process_executes_in_the_study_is_refused(
     story: str, outputs: Path
-) -> None:
+):
     study = Study.create("s")
     message = rf"^notebook={story}, study=\S+/s: is locked by process \d+ on "
     with (

@@ -235,7 +235,7 @@ def wrong(page: Any, path: Path) -> dict[str, list[Any]]:
     return {**found, "cut on paper": page.evaluate(CUT, [paper, SHEET])}
 
 
-def test_every_page_of_a_study_can_be_read(demo: Path, big: Path, page: Any) -> None:
+def test_every_page_of_a_study_can_be_read(demo: Path, big: Path, page: Any):
     pages = [path for study in (demo, big) for path in sorted(study.glob("*.html"))]
     assert (
         " ".join(path.stem.partition("_")[0] for path in pages)
@@ -266,7 +266,7 @@ def shown(figure: Any) -> list[str]:
     return [select.input_value().rpartition("(")[2].rstrip(")") for select in selects]
 
 
-def test_keys_walk_all_plans_pin_two_and_zoom_the_schedule(explorer: Any, page: Any) -> None:
+def test_keys_walk_all_plans_pin_two_and_zoom_the_schedule(explorer: Any, page: Any):
     ticks = explorer.locator(".schedule_group .role-axis-label text")
     whole = {*ticks.all_text_contents()}
     explorer.locator("svg.marks").focus()

@@ -3,7 +3,6 @@
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from support import REPOSITORY
@@ -17,7 +16,7 @@ print(stamp()["revision"])
 
 
 @pytest.mark.slow
-def test_a_wheel_brings_its_notebooks_and_templates(tmp_path: Path) -> None:
+def test_a_wheel_brings_its_notebooks_and_templates(tmp_path):
     pytest.importorskip("setuptools")
     listed = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     files = subprocess.run(

@@ -27,7 +27,7 @@ BEGINNING = "go: from the beginning"
 
 
 @pytest.fixture
-def slurm(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+def slurm(monkeypatch) -> dict[str, str]:
     """The states of jobs, by id, in a SLURM that knows nothing else."""
     known: dict[str, str] = {}
 
@@ -41,7 +41,7 @@ def slurm(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
+def folder(tmp_path) -> Path:
     """A run folder with three submitted jobs."""
     made = run_folder(tmp_path, plan("one", tmp_path / "data", nodes=1))
     for job in ("77", "78", "79"):
@@ -83,9 +83,7 @@ def checkpoint(folder: Path, iteration: int) -> None:
     (place / "manifest.json").write_text("{}")
 
 
-def test_a_job_starts_where_iterations_are_left_and_nothing_stops_it(
-    folder: Path, slurm: dict[str, str]
-) -> None:
+def test_a_job_starts_where_iterations_are_left_and_nothing_stops_it(folder, slurm):
     (folder / "stop").touch()
     assert str(folder / "stop") in attempt.begin(folder, ME)
     (folder / "stop").unlink()
@@ -98,8 +96,8 @@ def test_a_job_starts_where_iterations_are_left_and_nothing_stops_it(
     ("at_iteration", "saved", "done"), [(4, 4, True), (4, 2, False), (3, 2, False)]
 )
 def test_nothing_is_left_to_do_where_the_last_iteration_is_saved(
-    at_iteration: int, saved: int, done: bool, folder: Path
-) -> None:
+    at_iteration: int, saved: int, done: bool, folder
+):
     p = read_plan(folder)
     saving = replace(p, run=replace(p.run, save_interval=2))
     (folder / "plan.json").write_text(json.dumps(saving.to_json()))
@@ -109,8 +107,8 @@ def test_nothing_is_left_to_do_where_the_last_iteration_is_saved(
 
 
 def test_a_third_failure_at_one_iteration_is_the_last_until_the_run_is_submitted_again(
-    folder: Path,
-) -> None:
+    folder,
+):
     for _ in range(3):
         assert attempt.begin(folder, ME).startswith("go: ")
         (folder / "run.log").write_text("RuntimeError: no such disk\n")
@@ -128,8 +126,8 @@ def test_a_third_failure_at_one_iteration_is_the_last_until_the_run_is_submitted
 
 
 def test_an_attempt_that_saved_nothing_is_put_aside_whole_and_one_that_did_goes_on_in_its_log(
-    folder: Path,
-) -> None:
+    folder,
+):
     attempt.begin(folder, ME)
     (folder / "run.log").write_text("RuntimeError: 1\n")
     nodes.end(folder, 1, ME)
@@ -145,7 +143,7 @@ def test_an_attempt_that_saved_nothing_is_put_aside_whole_and_one_that_did_goes_
     assert nodes.end(folder, 1, ME).evidence == "ValueError: gbs", "only its own end counts"
 
 
-def test_a_link_waits_for_the_stage_before_it(tmp_path: Path) -> None:
+def test_a_link_waits_for_the_stage_before_it(tmp_path):
     p = small_plan("ramp", train_iters=12, gbs=24)
     p = replace(p, cluster=replace(p.cluster, gpus_per_node=2, max_nodes=4))
     p = replace(p, run=replace(p.run, ramp=Ramp(start=8, increment=8, samples=64), save_interval=2))
@@ -158,9 +156,7 @@ def test_a_link_waits_for_the_stage_before_it(tmp_path: Path) -> None:
     assert attempt.begin(two, ME) == BEGINNING
 
 
-def test_a_folder_in_which_another_job_trains_is_left_alone(
-    folder: Path, slurm: dict[str, str]
-) -> None:
+def test_a_folder_in_which_another_job_trains_is_left_alone(folder, slurm):
     """SLURM lists a job as running for some time after its script has called `job end`."""
     start(folder, "77")
     slurm["77"] = "RUNNING"
@@ -177,9 +173,7 @@ def test_a_folder_in_which_another_job_trains_is_left_alone(
     assert attempt.begin(folder, {"SLURM_JOB_ID": "79"}) == "stop: job 78 trains here"
 
 
-def test_a_job_waits_for_the_end_of_one_whose_ranks_may_still_save(
-    folder: Path, slurm: dict[str, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_job_waits_for_the_end_of_one_whose_ranks_may_still_save(folder, slurm, monkeypatch):
     """SLURM 22.05 starts a job with --dependency=singleton on other nodes while the one before is
     COMPLETING.
     """
@@ -209,8 +203,8 @@ def test_a_job_waits_for_the_end_of_one_whose_ranks_may_still_save(
     ],
 )
 def test_a_run_is_shown_by_its_job_that_counts(
-    trainings: str, states: str, shown: str, waiting: int, folder: Path, slurm: dict[str, str]
-) -> None:
+    trainings: str, states: str, shown: str, waiting: int, folder, slurm
+):
     for pair in filter(None, trainings.split(", ")):
         trained(folder, *pair.split(" "))
     slurm |= dict(zip(("77", "78", "79"), states.split(), strict=True))
@@ -219,9 +213,7 @@ def test_a_run_is_shown_by_its_job_that_counts(
     assert found.waiting == waiting
 
 
-def test_a_run_on_a_full_disk_or_after_a_response_says_so(
-    folder: Path, slurm: dict[str, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_on_a_full_disk_or_after_a_response_says_so(folder, slurm, monkeypatch):
     p = read_plan(folder)
     saving = replace(p, run=replace(p.run, save_interval=2))
     (folder / "plan.json").write_text(json.dumps(saving.to_json()))
@@ -258,10 +250,10 @@ def test_a_spare_takes_the_place_of_a_node_that_is_dead_or_broken(
     word: str,
     replaced: str,
     without: list[str] | None,
-    folder: Path,
-    slurm: dict[str, str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    folder,
+    slurm,
+    monkeypatch,
+):
     every, requeued = ["n1", "n2", "n3"][: 2 + spares], list[list[str]]()
     monkeypatch.setattr(client, "hostnames", lambda _: list(every))
     monkeypatch.setattr(client, "call", lambda *_, **__: " NodeList=n Requeue=1")
@@ -284,8 +276,8 @@ def test_a_spare_takes_the_place_of_a_node_that_is_dead_or_broken(
 
 
 def test_a_spare_takes_over_from_a_node_that_makes_a_run_slow_without_another_test(
-    folder: Path, slurm: dict[str, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+    folder, slurm, monkeypatch
+):
     names = ["n1", "n2", "n3"]
     monkeypatch.setattr(client, "hostnames", lambda _: names)
     monkeypatch.setattr(nodes, "job_nodes", lambda _: names)
@@ -312,8 +304,8 @@ EDITS = [
 
 @pytest.mark.parametrize(("edit", "difference"), EDITS)
 def test_a_job_whose_plan_is_not_what_was_submitted_stops_with_the_difference(
-    edit: dict | None, difference: str, folder: Path, slurm: dict[str, str]
-) -> None:
+    edit: dict | None, difference: str, folder, slurm
+):
     """However the file is written; also when it resumes. A job submitted by hand trains what is
     there.
     """

@@ -3,7 +3,6 @@ and again.
 """
 
 import json
-from pathlib import Path
 
 import pytest
 from slurm_cluster import links
@@ -48,9 +47,7 @@ LINKS_16_GB = [
 OF_THIS_MACHINE = {"wheel", "shared", "sbatch", "slurm", "disk"}  # what no laptop has
 
 
-def test_document_004s_schedule_becomes_a_chain_in_which_nothing_is_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
+def test_document_004s_schedule_becomes_a_chain_in_which_nothing_is_refused(tmp_path, capsys):
     ramp = Ramp(start=32, increment=32, samples=2_000_000)
     run = Run(train_iters=ramp.iterations(161_132_812, 512), ramp=ramp, save_interval=1000)
     t = Topology(pp=2, dp=1, mbs=1, gbs=512, zero=1, precision="fp16", recompute="full")
@@ -92,6 +89,6 @@ def test_document_004s_schedule_becomes_a_chain_in_which_nothing_is_refused(
         ("32:8:1,128:24:1", r"^gbs=128: must be a multiple of mbs x dp$"),
     ],
 )
-def test_bad_stages_are_one_line(stages: str, message: str, tmp_path: Path) -> None:
+def test_bad_stages_are_one_line(stages: str, message: str, tmp_path):
     with pytest.raises(ValueError, match=message):
         chain.links(gpt_1b3(128), chain.parse_stages(stages), tmp_path)

@@ -12,7 +12,7 @@ from trilane.workspace import installation
 
 
 @pytest.fixture
-def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def package(tmp_path, monkeypatch) -> Path:
     """A small package in the place of trilane."""
     folder = tmp_path / "lib/trilane"
     (folder / "data/__pycache__").mkdir(parents=True)
@@ -23,12 +23,12 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def home(tmp_path: Path) -> Path:
+def home(tmp_path) -> Path:
     (tmp_path / "it's a run").mkdir()
     return tmp_path / "it's a run"
 
 
-def test_the_same_code_is_kept_once_and_is_no_log_of_its_run(package: Path, home: Path) -> None:
+def test_the_same_code_is_kept_once_and_is_no_log_of_its_run(package: Path, home: Path):
     (package / "data/LICENSE").write_text("some text")
     first = copies.freeze(home)
     assert first == copies.freeze(home)
@@ -47,8 +47,8 @@ def test_the_same_code_is_kept_once_and_is_no_log_of_its_run(package: Path, home
 
 @pytest.mark.parametrize("how", ["changed", "all"])
 def test_a_job_with_a_damaged_copy_starts_nothing_and_the_next_submission_repairs_it(
-    how: str, package: Path, home: Path, tmp_path: Path
-) -> None:
+    how: str, package: Path, home: Path, tmp_path
+):
     code, text = copies.freeze(home), recorded("generic")["train-generic.sbatch"]
     if how == "changed":
         (code / "trilane/__init__.py").write_text("raise")

@@ -22,7 +22,7 @@ AWAY = (
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
+def folder(tmp_path) -> Path:
     """A run folder with one job, 77."""
     made = run_folder(tmp_path, plan("one", tmp_path / "data", nodes=1))
     ledger.note(made, "submitted", "77", site="test")
@@ -45,9 +45,7 @@ def accounted(commands: Commands, *rows: str, user: str = "me") -> None:
     commands.say("sacct", "\n".join(lines))
 
 
-def test_a_job_that_runs_only_in_a_late_accounting_holds_no_run(
-    commands: Commands, folder: Path
-) -> None:
+def test_a_job_that_runs_only_in_a_late_accounting_holds_no_run(commands, folder):
     """Once the controller has forgotten it, it runs nowhere; one of somebody else's, which squeue
     is not asked for, does.
     """
@@ -59,9 +57,7 @@ def test_a_job_that_runs_only_in_a_late_accounting_holds_no_run(
 
 
 @pytest.mark.parametrize("state", ["SUSPENDED", "REQUEUE_HOLD"])
-def test_a_run_that_a_job_still_holds_takes_no_second_one(
-    state: str, commands: Commands, folder: Path
-) -> None:
+def test_a_run_that_a_job_still_holds_takes_no_second_one(state: str, commands, folder):
     queue(commands, f"77 {state}")
     with pytest.raises(ValueError, match=r"has job 77 already"):
         jobs.submit(folder, SITE, REQUEST)
@@ -69,8 +65,8 @@ def test_a_run_that_a_job_still_holds_takes_no_second_one(
 
 
 def test_a_job_that_died_before_it_trained_is_shown_with_what_its_script_printed(
-    commands: Commands, folder: Path, capsys: pytest.CaptureFixture
-) -> None:
+    commands, folder, capsys
+):
     """77 trained and was stopped; 78 found no environment; 79, which waited for it, was
     cancelled.
     """
@@ -89,7 +85,7 @@ def test_a_job_that_died_before_it_trained_is_shown_with_what_its_script_printed
     assert capsys.readouterr().out.rstrip().endswith(line)
 
 
-def test_no_link_out_of_a_run_folder_is_followed(commands: Commands, folder: Path) -> None:
+def test_no_link_out_of_a_run_folder_is_followed(commands, folder):
     (folder.parent / "private").write_text("what only I may read\n")
     for name in ("run.log", "slurm-77.out"):
         (folder / name).symlink_to(folder.parent / "private")
@@ -98,9 +94,7 @@ def test_no_link_out_of_a_run_folder_is_followed(commands: Commands, folder: Pat
         assert "a link that leads out of the run folder" in one(folder).evidence
 
 
-def test_a_cut_ledger_and_a_deleted_plan_start_no_second_training(
-    commands: Commands, folder: Path, capsys: pytest.CaptureFixture
-) -> None:
+def test_a_cut_ledger_and_a_deleted_plan_start_no_second_training(commands, folder, capsys):
     both = "echo '77|RUNNING|None|1|n1|x'; echo '77|COMPLETED|None|1|n1|x'"
     commands.say("squeue", both)
     with pytest.raises(jobs.ActiveJob, match="has job 77 already"):
@@ -116,9 +110,7 @@ def test_a_cut_ledger_and_a_deleted_plan_start_no_second_training(
             read(folder)
 
 
-def test_watching_goes_on_while_slurm_is_away_and_reports_it_once(
-    commands: Commands, folder: Path, capsys: pytest.CaptureFixture
-) -> None:
+def test_watching_goes_on_while_slurm_is_away_and_reports_it_once(commands, folder, capsys):
     commands.say("squeue", AWAY)
     lines = jobs.watch([folder], every_s=0.01, seconds=60)
     assert next(lines).startswith("SLURM does not answer, asked again every 0.01 s: slurm=squeue")
@@ -133,9 +125,7 @@ def test_watching_goes_on_while_slurm_is_away_and_reports_it_once(
     assert main(["slurm", "status", str(folder)]) == 75
 
 
-def test_a_submission_that_may_have_been_taken_is_not_called_undone(
-    commands: Commands, folder: Path
-) -> None:
+def test_a_submission_that_may_have_been_taken_is_not_called_undone(commands, folder):
     commands.say(
         "sbatch", "echo 'sbatch: error: Batch job submission failed: Socket timed out' >&2; exit 1"
     )
@@ -149,9 +139,7 @@ def test_a_submission_that_may_have_been_taken_is_not_called_undone(
     assert len(commands.calls("sbatch")) == 2
 
 
-def test_a_chain_whose_submission_was_killed_is_found_by_its_name(
-    commands: Commands, tmp_path: Path
-) -> None:
+def test_a_chain_whose_submission_was_killed_is_found_by_its_name(commands, tmp_path):
     """Its jobs are shown, cancelled, record themselves, and let no other be submitted."""
     (run,) = chain.create(tmp_path / "chain", plan("long", tmp_path / "d"), [], SITE, REQUEST)
     queue(commands, "7 PENDING", "8 PENDING", name=client.job_name(run))
@@ -162,9 +150,7 @@ def test_a_chain_whose_submission_was_killed_is_found_by_its_name(
 
 
 @pytest.mark.parametrize("by_hand", [False, True])
-def test_a_copy_of_a_run_leaves_the_runs_job_alone(
-    by_hand: bool, commands: Commands, folder: Path, capsys: pytest.CaptureFixture
-) -> None:
+def test_a_copy_of_a_run_leaves_the_runs_job_alone(by_hand: bool, commands, folder, capsys):
     """By the job's name, or by its folder where it was submitted by hand; a folder that was only
     moved has its job.
     """
@@ -187,6 +173,6 @@ def test_a_copy_of_a_run_leaves_the_runs_job_alone(
     assert jobs.active_jobs(folder.rename(folder.with_name("moved"))) == ["77"]
 
 
-def test_a_run_named_twice_is_one_run(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_named_twice_is_one_run(folder, monkeypatch):
     monkeypatch.chdir(folder.parent)
     assert folders_of([folder.name, str(folder), f"{folder.name}/plan.json"]) == [Path(folder.name)]

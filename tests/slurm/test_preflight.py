@@ -32,7 +32,7 @@ TOPOLOGY = {"tp": 2, "pp": 2, "dp": 4, "mbs": 4, "gbs": 512, "precision": "bf16"
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(tmp_path, monkeypatch) -> Path:
     """A run folder that counts as shared, on a login node whose SLURM accepts all."""
     monkeypatch.setattr(client, "is_installed", lambda: True)
     monkeypatch.setattr(client, "require_answer", lambda: None)
@@ -91,7 +91,7 @@ def good(folder: Path, **changes: Any) -> Plan:
     return plan(data=data, optimizer=Optimizer(lr=2e-4, min_lr=2e-5), **changes)
 
 
-def test_a_truncated_index_is_one_refused_line(folder: Path) -> None:
+def test_a_truncated_index_is_one_refused_line(folder):
     p = good(folder)
     index = Path(f"{p.data.source}.idx")
     index.write_bytes(index.read_bytes()[:-1])
@@ -100,14 +100,14 @@ def test_a_truncated_index_is_one_refused_line(folder: Path) -> None:
     assert "corpus.idx: is truncated: 53 bytes" in found.message
 
 
-def test_nothing_is_found_about_a_good_plan(folder: Path) -> None:
+def test_nothing_is_found_about_a_good_plan(folder):
     """4.2e9 tokens, 3.2 a parameter."""
     assert findings(folder, good(folder)) == []
     half_a_node = good(folder, topology={"dp": 1})
     assert not preflight.refused(findings(folder, half_a_node))
 
 
-def test_the_time_is_that_of_all_iterations_with_their_evaluations(folder: Path) -> None:
+def test_the_time_is_that_of_all_iterations_with_their_evaluations(folder):
     """19 hours fit into 20, with evaluations not."""
     count = int(19 * 3600 / predict(plan()).sec_per_it)
     for run, late in (({}, []), ({"eval_interval": 100, "eval_iters": 50}, [WARNING])):
@@ -117,8 +117,8 @@ def test_the_time_is_that_of_all_iterations_with_their_evaluations(folder: Path)
 
 @pytest.mark.parametrize(("signal_s", "wanted"), [(300, []), (12, [WARNING])])
 def test_the_signal_before_the_limit_leaves_time_for_an_iteration_and_a_save(
-    signal_s: int, wanted: list[str], folder: Path
-) -> None:
+    signal_s: int, wanted: list[str], folder
+):
     """15.8 GB by two nodes of 1 GB/s: 8 s, as an iteration is predicted to take. Forty hours of
     iterations are two jobs of twenty.
     """
@@ -167,18 +167,18 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("rule", REFUSED)
-def test_it_is_refused_with_rule_and_remedy(rule: str, folder: Path) -> None:
+def test_it_is_refused_with_rule_and_remedy(rule: str, folder):
     p, where, message, wishes = REFUSED[rule]
     found = next(f for f in findings(folder, p, where, **wishes) if f.rule == rule)
     assert found.level == REFUSAL and message in found.message and len(found.remedy) > 5
 
 
-def test_a_rule_that_is_allowed_only_warns(folder: Path) -> None:
+def test_a_rule_that_is_allowed_only_warns(folder):
     found = findings(folder, plan(), V100, allow=["precision"])
     assert levels(found, "precision") == [WARNING] and levels(found, "cluster") == [REFUSAL]
 
 
-def test_what_the_nodes_lack_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_the_nodes_lack_is_refused(folder, monkeypatch):
     """An image, a folder that two nodes share, a tokenizer, space for three checkpoints."""
     image = replace(A100, container="pyxis", container_image="/images/torch.sqsh")
     assert levels(findings(folder, plan(), image), "container") == [REFUSAL]
@@ -228,8 +228,8 @@ TRAPS = [
     ],
 )
 def test_a_script_that_is_not_what_is_rendered_is_shown_and_refused_until_that_is_accepted(
-    old: str, new: str, folder: Path
-) -> None:
+    old: str, new: str, folder
+):
     def edit(text: str) -> str:
         return text.replace(old, new)
 
@@ -240,7 +240,7 @@ def test_a_script_that_is_not_what_is_rendered_is_shown_and_refused_until_that_i
 
 
 @pytest.mark.parametrize(("rule", "line"), TRAPS)
-def test_traps_of_a_foreign_script_are_named(rule: str, line: str, folder: Path) -> None:
+def test_traps_of_a_foreign_script_are_named(rule: str, line: str, folder):
     head = "#SBATCH --nodes=2 --cpus-per-task=8\n# srun | tee; --standalone\n"
     found = findings(folder, plan(), script=lambda _: head + line)
     named = {f.rule for f in found if f.level == REFUSAL}
@@ -248,8 +248,8 @@ def test_traps_of_a_foreign_script_are_named(rule: str, line: str, folder: Path)
 
 
 def test_a_checkpoint_of_another_model_is_refused_and_one_that_is_still_to_come_is_not(
-    folder: Path,
-) -> None:
+    folder,
+):
     p = plan(run={"load": str(folder.parent / "earlier")})
     assert not levels(findings(folder, p), "checkpoint")
     checkpoint = folder.parent / "earlier" / name_of(0)
@@ -262,9 +262,7 @@ def test_a_checkpoint_of_another_model_is_refused_and_one_that_is_still_to_come_
     assert (found.level, found.message) == (REFUSAL, wanted)
 
 
-def test_what_no_installed_engine_can_train_is_refused(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_no_installed_engine_can_train_is_refused(folder, monkeypatch):
     installed = {"megatron-core": (0, 19), "nvidia-resiliency-ext": (0, 4)}
     monkeypatch.setattr(engines, "release", installed.get)
     (found,) = [f for f in findings(folder, plan()) if f.rule == "engine"]

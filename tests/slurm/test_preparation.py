@@ -23,7 +23,7 @@ TEXT = "to be or not to be, that is the question\n" * 40
 
 
 @pytest.fixture
-def corpus(tmp_path: Path) -> Path:
+def corpus(tmp_path) -> Path:
     """A corpus that these tests count as large."""
     made = tmp_path / "corpus.jsonl"
     made.write_text(json.dumps({"text": TEXT}) + "\n")
@@ -51,7 +51,7 @@ def in_job(folder: Path) -> "subprocess.CompletedProcess[str]":
 
 def test_a_corpus_is_prepared_once_and_again_where_it_or_its_tokenizer_changes(
     corpus: Path,
-) -> None:
+):
     folder, relative = run_on(corpus, "one"), run_on(corpus, "two", "../corpus.jsonl")
     p = read_plan(folder / "plan.json")
     wanted = {str(corpus): corpus.stat().st_size}
@@ -72,9 +72,7 @@ def test_a_corpus_is_prepared_once_and_again_where_it_or_its_tokenizer_changes(
     assert unprepared(p, folder, 1000) == wanted
 
 
-def test_the_check_refuses_a_corpus_that_all_nodes_would_wait_for(
-    corpus: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_check_refuses_a_corpus_that_all_nodes_would_wait_for(corpus: Path, monkeypatch):
     folder = run_on(corpus, "one")
     p = read_plan(folder / "plan.json")
     large = {str(corpus): 40_000_000_000}

@@ -62,7 +62,7 @@ def recorded(name: str) -> dict[str, str]:
 
 
 @pytest.fixture(autouse=True)
-def at_home(monkeypatch: pytest.MonkeyPatch) -> None:
+def at_home(monkeypatch) -> None:
     monkeypatch.setattr(script, "checkout", lambda: Path("/home/me/trilane"))
 
 
@@ -71,12 +71,12 @@ RECORDED = (
 )
 
 
-def test_one_script_of_each_template_is_the_recorded_one() -> None:
+def test_one_script_of_each_template_is_the_recorded_one():
     assert {path.name: path.read_text() for path in GOLDEN.glob("*.sbatch")} == recorded(RECORDED)
 
 
 @pytest.mark.slow
-def test_bash_and_shellcheck_accept_every_script(tmp_path: Path) -> None:
+def test_bash_and_shellcheck_accept_every_script(tmp_path):
     paths = []
     for file, text in {f: text for name in PRESETS for f, text in recorded(name).items()}.items():
         paths.append(tmp_path / file)
@@ -188,7 +188,7 @@ class Play:
 
 
 @pytest.fixture
-def play(tmp_path: Path) -> Play:
+def play(tmp_path) -> Play:
     return Play(tmp_path)
 
 
@@ -225,8 +225,8 @@ def choice(gpus: int) -> list[str]:
     ],
 )
 def test_a_job_starts_one_launcher_a_node_with_a_process_for_each_gpu(
-    name: str, gpus: int, threads: int, first: str, own: list[str], modules: list[str], play: Play
-) -> None:
+    name: str, gpus: int, threads: int, first: str, own: list[str], modules: list[str], play
+):
     """What sites ask SLURM for is recorded."""
     assert play.run(recorded(name)[f"train-{name}.sbatch"]) == 0
     loads, step = [["module", *line.split()] for line in modules], [*SRUN, *own]
@@ -251,8 +251,8 @@ def test_a_job_starts_one_launcher_a_node_with_a_process_for_each_gpu(
 
 
 def test_a_training_that_fails_is_the_failure_of_its_job_and_one_with_nothing_to_do_starts_nothing(
-    play: Play,
-) -> None:
+    play,
+):
     """Beyond some 300 nodes scontrol writes twice; whoever reads only the first line kills it, and
     so, by pipefail, the script.
     """
@@ -263,7 +263,7 @@ def test_a_training_that_fails_is_the_failure_of_its_job_and_one_with_nothing_to
     assert play.calls == [BEGIN]
 
 
-def test_of_a_job_with_spares_as_many_nodes_train_as_were_planned(play: Play) -> None:
+def test_of_a_job_with_spares_as_many_nodes_train_as_were_planned(play):
     text = recorded("jean-zay-a100")["train-everything-jean-zay-a100.sbatch"]
     assert play.run(text) == 0
     conda = [["conda", "shell.bash", "hook"], ["conda", "activate", "trilane"]]
@@ -291,7 +291,7 @@ HOSTILE += ["${A}", "x\r", "x\\y", "~root", "\x00", "\u202ex", "x\x1b[2J"]
 @pytest.mark.parametrize(
     "wish", ["account", "constraint", "qos", "partition", "reservation", "mail", "exclude"]
 )
-def test_a_value_that_bash_or_sbatch_would_read_twice_is_refused(wish: str, value: str) -> None:
+def test_a_value_that_bash_or_sbatch_would_read_twice_is_refused(wish: str, value: str):
     """In a constraint four signs have a meaning of SLURM's own, and no script gives it to bash
     without quotes.
     """
@@ -303,8 +303,8 @@ def test_a_value_that_bash_or_sbatch_would_read_twice_is_refused(wish: str, valu
 
 @pytest.mark.parametrize("value", HOSTILE)
 def test_a_hostile_label_is_refused_and_a_hostile_path_is_quoted_never_executed(
-    value: str, tmp_path: Path
-) -> None:
+    value: str, tmp_path
+):
     site = sites.site("generic")
     with pytest.raises(ValueError, match=r"^label="):
         script.render("train", dataclasses.replace(plan_for(site), label=value), site, JobRequest())
@@ -335,7 +335,7 @@ def test_a_hostile_label_is_refused_and_a_hostile_path_is_quoted_never_executed(
         ),
     ],
 )
-def test_a_bad_wish_or_an_unknown_name_is_one_line(call, message: str) -> None:
+def test_a_bad_wish_or_an_unknown_name_is_one_line(call, message: str):
     with pytest.raises(ValueError, match=message):
         call()
 

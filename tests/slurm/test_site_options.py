@@ -87,22 +87,20 @@ BAD = [
 
 
 @pytest.mark.parametrize(("fields", "message"), BAD)
-def test_a_site_with_a_contradiction_is_refused_in_one_line(
-    fields: dict[str, Any], message: str
-) -> None:
+def test_a_site_with_a_contradiction_is_refused_in_one_line(fields: dict[str, Any], message: str):
     with pytest.raises(ValueError, match=message) as refusal:
         from_mapping(Site, {"name": "mine", **fields}, "site")
     assert len(str(refusal.value).splitlines()) == 1
 
 
-def test_no_text_of_a_command_or_report_shows_a_secret() -> None:
+def test_no_text_of_a_command_or_report_shows_a_secret():
     """JSON stays JSON; what is no secret stays, too."""
     texts = [*SECRETS, "x://me:!@b", "HF_TOKEN='!'", "TOKENS=3"]
     kept = ["x://(hidden)@b", "HF_TOKEN='(hidden)'", "TOKENS=3"]
     assert json.loads(printable(json.dumps(texts))) == ["(hidden)!"] * len(SECRETS) + kept
 
 
-def test_no_site_can_set_what_a_script_sets() -> None:
+def test_no_site_can_set_what_a_script_sets():
     """Options in any abbreviation, and variables; of some names no script needs to be looked at."""
     given = directives(rendered(FREE))
     for option in (*set(given) - set(FREE.sbatch), "gre", "tim"):
@@ -121,7 +119,7 @@ def test_no_site_can_set_what_a_script_sets() -> None:
             rendered(replace(FREE, env={name: "1"}))
 
 
-def test_the_arguments_of_srun_are_the_sites_and_bind_a_task_to_its_cores() -> None:
+def test_the_arguments_of_srun_are_the_sites_and_bind_a_task_to_its_cores():
     assert srun_arguments(FREE, "torchrun") == "--mpi=none --label "
     assert srun_arguments(FREE, "srun") == "--mpi=none --label --cpu-bind=cores "
     own = replace(FREE, srun=("--cpu-bind=none",))
@@ -137,8 +135,8 @@ def read_by_bash(words: str, folder: Path, code: str) -> list[str]:
 
 
 def test_a_container_sees_the_run_folder_the_frozen_code_and_the_sites_mounts(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     here = tmp_path / "a run"
     here.mkdir()
     image = {"container_image": "/my images/a.sif", "container_mounts": ("/data", "/a:/b:ro")}
@@ -168,7 +166,7 @@ def prepared(site: Site, folder: Path, **env: str) -> "subprocess.CompletedProce
     )
 
 
-def test_a_setup_line_that_fails_is_named_and_nothing_is_started(tmp_path: Path) -> None:
+def test_a_setup_line_that_fails_is_named_and_nothing_is_started(tmp_path):
     setup = ("export FROM_SETUP=1", "exit 3", "touch late")
     done = prepared(replace(FREE, setup=setup), tmp_path)
     assert (done.returncode, done.stdout, list(tmp_path.iterdir())) == (3, "", [])

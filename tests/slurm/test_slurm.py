@@ -17,7 +17,6 @@ from slurm_cluster import (
     PATIENCE_S,
     REQUEST,
     SITE,
-    Cluster,
     allow,
     ended,
     lead,
@@ -91,8 +90,8 @@ def alone(p: Plan, root: Path) -> list[float]:
 
 
 def test_two_nodes_of_two_processes_train_to_the_end_with_the_code_that_was_submitted(
-    cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    cluster, tmp_path, monkeypatch
+):
     """While the job waits the installed code is made to raise. The job inherits no variables but
     SLURM's own.
     """
@@ -125,8 +124,8 @@ def test_two_nodes_of_two_processes_train_to_the_end_with_the_code_that_was_subm
 
 
 def test_sbatch_accepts_every_script_of_every_site_and_the_check_refuses_what_it_does_not(
-    cluster: Cluster, tmp_path: Path
-) -> None:
+    cluster, tmp_path
+):
     """Of every site whose partitions and features this cluster has."""
     for name in [name for name in PRESETS if name.startswith(("generic", "jean-zay"))]:
         for file, text in recorded(name).items():
@@ -144,9 +143,7 @@ def test_sbatch_accepts_every_script_of_every_site_and_the_check_refuses_what_it
         assert [f.level for f in found] == [REFUSAL] and words in found[0].message.lower()
 
 
-def test_the_commands_submit_show_and_cancel(
-    cluster: Cluster, site: str, tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
+def test_the_commands_submit_show_and_cancel(cluster, site: str, tmp_path, capsys):
     folder = sleeping(run_folder(tmp_path, plan("sleeper", tmp_path.parent / "data")))
     command = [str(folder), "--site", site, "--account", "xyz@a100", "--json"]
     assert main(["slurm", "submit", *command]) == 1  # other commands than the plan renders
@@ -173,9 +170,7 @@ def test_the_commands_submit_show_and_cancel(
     assert main(["slurm", "status", str(folder)]) == 1
 
 
-def test_a_run_folder_with_a_hostile_name_runs_and_nothing_in_it_is_executed(
-    cluster: Cluster, tmp_path: Path
-) -> None:
+def test_a_run_folder_with_a_hostile_name_runs_and_nothing_in_it_is_executed(cluster, tmp_path):
     """All of the script up to the training."""
     root = tmp_path / '-rf $(touch x) `touch x` {a,b}* it\'s a "quote";touch x && é数 | touch x'
     (run,) = study_runs.create_sweep(
@@ -197,9 +192,7 @@ def test_a_run_folder_with_a_hostile_name_runs_and_nothing_in_it_is_executed(
     ['kill -9 $PPID; sleep 0.3; "$real" "$@"', '"$real" "$@"; kill -9 $PPID'],
     ids=["while it asks", "before"],
 )
-def test_a_killed_submission_leaves_one_job(
-    how: str, cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_killed_submission_leaves_one_job(how: str, cluster, tmp_path, monkeypatch):
     monkeypatch.setattr(jobs, "SETTLE_S", 2.0)
     folder = submit_races.held_run(tmp_path, "run")
     with submit_races.changed_sbatch(tmp_path, how):
@@ -209,9 +202,7 @@ def test_a_killed_submission_leaves_one_job(
     assert attempts.Run(folder).job_ids() == [job] == jobs.cancel([folder])
 
 
-def test_of_submissions_and_of_jobs_at_once_one_is_made_or_begins(
-    cluster: Cluster, tmp_path: Path
-) -> None:
+def test_of_submissions_and_of_jobs_at_once_one_is_made_or_begins(cluster, tmp_path):
     trial = submit_races.race_trial(submit_races.held_run(tmp_path, "submit"), 4)
     assert len(trial.jobs) == trial.successes == 1 and trial.recorded == trial.jobs
     ids = submit_races.running_jobs(tmp_path, 3)
@@ -220,9 +211,7 @@ def test_of_submissions_and_of_jobs_at_once_one_is_made_or_begins(
     client.cancel(ids)
 
 
-def test_sigusr1_saves_and_the_next_link_goes_on(
-    cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_sigusr1_saves_and_the_next_link_goes_on(cluster, tmp_path, monkeypatch):
     """The signal that SLURM sends some minutes before the limit; then the job is ended, as it is at
     the limit.
     """
@@ -253,8 +242,8 @@ def test_sigusr1_saves_and_the_next_link_goes_on(
 
 
 def test_two_links_on_1_and_2_nodes_follow_the_ramp_with_the_losses_of_one_run(
-    cluster: Cluster, site: str, tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
+    cluster, site: str, tmp_path, capsys
+):
     """As many replicas for batches of 8 and 16."""
     p = one_process_a_node(
         plan("ramp", tmp_path.parent / "data", nodes=1, iters=6, mbs=1, gbs=16, dp=1)
@@ -283,8 +272,8 @@ def test_two_links_on_1_and_2_nodes_follow_the_ramp_with_the_losses_of_one_run(
 
 
 def test_without_the_controller_nothing_is_shown_submitted_or_cancelled(
-    cluster: Cluster, site: str, tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
+    cluster, site: str, tmp_path, capsys
+):
     """A stopped controller accepts connections and answers none: squeue alone would
     wait a minute.
     """
@@ -320,8 +309,8 @@ shift; IN_BOX=1 exec "$@"
 
 
 def test_one_task_for_each_process_trains_saves_at_the_signal_and_is_found_by_its_name(
-    cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    cluster, tmp_path, monkeypatch
+):
     """Two nodes of two tasks, in a container."""
     (tmp_path / "image.sif").touch()
     (tmp_path / "apptainer").write_text(BOX)
@@ -352,8 +341,8 @@ def test_one_task_for_each_process_trains_saves_at_the_signal_and_is_found_by_it
 
 
 def test_of_a_sweep_one_run_fails_and_is_submitted_again_alone(
-    cluster: Cluster, site: str, tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
+    cluster, site: str, tmp_path, capsys
+):
     """One node and one process each, one job at a time; the second wants a corpus that is not there
     yet.
     """

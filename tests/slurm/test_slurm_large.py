@@ -107,9 +107,7 @@ class Rehearsal:
         ]
 
 
-def test_52_nodes_lose_four_and_the_controller_and_no_iteration(
-    cluster: Cluster, tmp_path: Path
-) -> None:
+def test_52_nodes_lose_four_and_the_controller_and_no_iteration(cluster, tmp_path):
     """A broken and a slow node stay out; two nodes die, then a third, whose places spares take; the
     controller; the first node, which costs a requeue; the signal before the time limit, after which
     the next job of the chain goes on. Who watches is told of the end.

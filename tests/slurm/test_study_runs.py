@@ -13,7 +13,7 @@ from trilane.slurm.study_runs import prepare_runs
 from trilane.workspace.study import Study
 
 
-def test_the_runs_of_a_study_are_its_best_plans_and_one_with_tp_and_pp(outputs: Path) -> None:
+def test_the_runs_of_a_study_are_its_best_plans_and_one_with_tp_and_pp(outputs: Path):
     """10 iterations of warm-up, a cosine to a tenth of the rate; 100 iterations in jobs of six
     minutes.
     """

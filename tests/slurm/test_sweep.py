@@ -1,7 +1,5 @@
 """Sweeps: run folders of plans in any form that a search writes."""
 
-from pathlib import Path
-
 import pytest
 from slurm_cluster import REQUEST, SITE, plan
 
@@ -16,7 +14,7 @@ from trilane.slurm import study_runs
         ("[", r"^plans=.*: not JSON"),
     ],
 )
-def test_a_bad_table_of_plans_is_one_line(content: str, message: str, tmp_path: Path) -> None:
+def test_a_bad_table_of_plans_is_one_line(content: str, message: str, tmp_path):
     (tmp_path / "plans.json").write_text(content)
     with pytest.raises(ValueError, match=message):
         study_runs.create_sweep(
@@ -24,7 +22,7 @@ def test_a_bad_table_of_plans_is_one_line(content: str, message: str, tmp_path: 
         )
 
 
-def test_nothing_that_exists_is_swept_over(tmp_path: Path) -> None:
+def test_nothing_that_exists_is_swept_over(tmp_path):
     plans = [plan(label, tmp_path / "d", nodes=1).to_json() for label in ("one", "two")]
     with pytest.raises(ValueError, match=r"^label=one: must be unique in a sweep$"):
         study_runs.create_sweep(tmp_path / "sweep", plans[:1] * 2, SITE, REQUEST)

@@ -4,7 +4,6 @@ import errno
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -19,8 +18,8 @@ from trilane.utils.files import (
 
 @pytest.mark.parametrize("call", ["fsync", "replace"])
 def test_what_cannot_be_replaced_stays_and_no_temporary_file_is_left(
-    call: str, tmp_path: Path, monkeypatch
-) -> None:
+    call: str, tmp_path, monkeypatch
+):
     """The system reports a full disk at the write, at fsync or at the rename."""
 
     def failing(*_: object) -> None:
@@ -45,14 +44,14 @@ def test_what_cannot_be_replaced_stays_and_no_temporary_file_is_left(
     ],
     ids=["cut", "half a character", "deep", "huge number"],
 )
-def test_a_damaged_line_is_left_out_and_the_others_are_read(damage: bytes, tmp_path: Path) -> None:
+def test_a_damaged_line_is_left_out_and_the_others_are_read(damage: bytes, tmp_path):
     """A crash leaves NULs, behind which the next attempt appends."""
     (tmp_path / "x").write_bytes(b'{"n": 1}\n' + damage + b"\n\n" + b"\0" * 5000 + b'{"n": 2}\n')
     text = read_text(tmp_path / "x")
     assert json_lines(text) == [{"n": 1}, {"n": 2}]
 
 
-def test_what_a_full_disk_refuses_is_written_in_order_once_there_is_room(tmp_path: Path) -> None:
+def test_what_a_full_disk_refuses_is_written_in_order_once_there_is_room(tmp_path):
     (tmp_path / "x").symlink_to("/dev/full")
     file = Appended(tmp_path / "x")
     for number in range(5):
@@ -68,7 +67,7 @@ def test_what_a_full_disk_refuses_is_written_in_order_once_there_is_room(tmp_pat
     assert (tmp_path / "y").read_bytes() == b"line\n", "whatever becomes of the other copy"
 
 
-def test_what_a_process_prints_on_a_full_disk_is_kept_for_later(tmp_path: Path) -> None:
+def test_what_a_process_prints_on_a_full_disk_is_kept_for_later(tmp_path):
     handle = os.open("/dev/full", os.O_WRONLY)
     stream = patient_text(handle)
     print("one", file=stream, flush=True)

@@ -44,7 +44,7 @@ def hold_again_and_again(folder: Path, times: int) -> None:
             append_line(folder / "count", "1")
 
 
-def test_of_several_processes_that_find_a_dead_one_never_two_are_inside(tmp_path: Path) -> None:
+def test_of_several_processes_that_find_a_dead_one_never_two_are_inside(tmp_path):
     for round_ in range(1, 4):
         died_with_the_lock(tmp_path)
         pids = [forked(lambda: hold_again_and_again(tmp_path, 3)) for _ in range(4)]
@@ -54,9 +54,7 @@ def test_of_several_processes_that_find_a_dead_one_never_two_are_inside(tmp_path
 
 
 @pytest.mark.parametrize("text", ["\0\0\0", "run.lock\x1felsewhere\x1f7\x1f1"])
-def test_a_holder_that_cannot_be_asked_has_the_lock_until_it_is_silent(
-    text: str, tmp_path: Path
-) -> None:
+def test_a_holder_that_cannot_be_asked_has_the_lock_until_it_is_silent(text: str, tmp_path):
     """Of another host, or unreadable: only the age of the file counts, which says until when it is
     held.
     """
@@ -74,7 +72,7 @@ def test_a_holder_that_cannot_be_asked_has_the_lock_until_it_is_silent(
     assert not list(tmp_path.iterdir())
 
 
-def test_several_folders_are_locked_together_and_all_given_back(tmp_path: Path) -> None:
+def test_several_folders_are_locked_together_and_all_given_back(tmp_path):
     with pytest.raises(ValueError, match=r"^run folder=.*: cannot be locked: No such file"):
         FolderLock([tmp_path / "none"]).held(0).__enter__()
     for name in "ab":

@@ -7,7 +7,6 @@ import os
 import re
 import socket
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
 from support import REPOSITORY, plant_modules
@@ -26,8 +25,8 @@ def started() -> tuple[set[str], set[str]]:
 
 
 def test_no_command_of_lib_or_a_job_script_runs_what_lies_in_the_current_folder(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     """Neither modules nor programs, though PATH and PYTHONPATH have entries that mean the current
     folder.
     """
@@ -52,7 +51,7 @@ def test_no_command_of_lib_or_a_job_script_runs_what_lies_in_the_current_folder(
     assert not [d.stderr for d in done if "No module named" in d.stderr or d.returncode == 124]
 
 
-def test_a_held_port_goes_to_nobody_but_the_store_that_it_was_held_for() -> None:
+def test_a_held_port_goes_to_nobody_but_the_store_that_it_was_held_for():
     with held_port() as port:
         with socket.socket() as other, pytest.raises(OSError) as refused:
             other.bind(("127.0.0.1", port))

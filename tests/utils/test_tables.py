@@ -24,7 +24,7 @@ from trilane.utils.tables import (
 
 @pytest.mark.parametrize("value", HOSTILE)
 @pytest.mark.parametrize("template", ["{}", "{} and more", "**{}**: {:code}"])
-def test_a_value_in_markdown_is_its_text(value: str, template: str) -> None:
+def test_a_value_in_markdown_is_its_text(value: str, template: str):
     """CommonMark 0.31, section 2.4. The renderer takes raw HTML and what GitHub's Markdown and
     Jupyter's add.
     """
@@ -39,7 +39,7 @@ def test_a_value_in_markdown_is_its_text(value: str, template: str) -> None:
 
 
 @pytest.mark.parametrize("value", HOSTILE)
-def test_a_value_in_html_is_its_text(value: str) -> None:
+def test_a_value_in_html_is_its_text(value: str):
     page = Page(Html.of("<i title='{}'>{}</i>{:code}", value, value, value) + Html.pre(value))
     assert (
         page.tags == ["i", "code", "pre"]
@@ -65,16 +65,14 @@ def test_a_value_in_html_is_its_text(value: str) -> None:
         ((9999.6,), "10,000"),
     ],
 )
-def test_a_number_has_the_digits_that_its_interval_lets_one_know(
-    numbers: tuple, shown: str
-) -> None:
+def test_a_number_has_the_digits_that_its_interval_lets_one_know(numbers: tuple, shown: str):
     assert (with_bounds(*numbers) if len(numbers) > 1 else amount(*numbers)) == shown
 
 
 @pytest.mark.parametrize(
     "value", ["\x1b[31mred\x1b[0m", "a\x00b", "\u202eevil", "\ud800", "\x1b]8;;http://x\x07y"]
 )
-def test_what_controls_a_terminal_or_cannot_be_written_is_left_out(value: str) -> None:
+def test_what_controls_a_terminal_or_cannot_be_written_is_left_out(value: str):
     shown = [
         str(Text.of("{}", value)),
         str(Html.pre(value)),

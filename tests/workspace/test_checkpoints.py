@@ -20,7 +20,7 @@ def made(folder: Path, iteration: int) -> Path:
     return folder / checkpoints.name_of(iteration)
 
 
-def test_the_last_ones_are_kept(tmp_path: Path) -> None:
+def test_the_last_ones_are_kept(tmp_path):
     """As text, iter_10000000 would stand before iter_9999999, and be the one that is deleted."""
     for iteration in (10, 9_999_999, 10_000_000):
         made(tmp_path, iteration)
@@ -33,9 +33,7 @@ def test_the_last_ones_are_kept(tmp_path: Path) -> None:
     assert checkpoints.complete(tmp_path / "iter_9999999") == [tmp_path / "iter_9999999"]
 
 
-def test_a_power_failure_finds_no_name_without_its_content(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_power_failure_finds_no_name_without_its_content(tmp_path, monkeypatch):
     """A file system may keep a rename and lose what was not synced before it (man 2 fsync: also the
     folder's entry).
 
@@ -66,8 +64,8 @@ def test_a_power_failure_finds_no_name_without_its_content(
 
 
 def test_what_a_killed_save_leaves_is_no_checkpoint_and_a_second_save_replaces_the_first(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     """The iteration is trained a second time after an older checkpoint had to be used."""
     (tmp_path / ".iter_0000040.x").mkdir()
     assert checkpoints.complete(tmp_path) == [] and checkpoints.latest(tmp_path) is None
@@ -85,7 +83,7 @@ def test_what_a_killed_save_leaves_is_no_checkpoint_and_a_second_save_replaces_t
         (lambda path: path.unlink(), "a cannot be read (No such file or directory)"),
     ],
 )
-def test_a_damaged_file_is_found(change, problem: str, tmp_path: Path) -> None:
+def test_a_damaged_file_is_found(change, problem: str, tmp_path):
     path = made(tmp_path, 10)
     [(name, (_, checksum))] = checkpoints.read_manifest(path)["files"].items()
     assert checkpoints.fault(path, name, checksum) is None
@@ -94,7 +92,7 @@ def test_a_damaged_file_is_found(change, problem: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", ['{"blake2b": "0", "content": {}}', "truncated"])
-def test_a_damaged_manifest_is_found(damage: str, tmp_path: Path) -> None:
+def test_a_damaged_manifest_is_found(damage: str, tmp_path):
     path = made(tmp_path, 10) / "manifest.json"
     path.write_text(path.read_text()[:50] if damage == "truncated" else damage)
     with pytest.raises(ValueError, match=r"manifest\.json is missing or damaged"):
@@ -114,9 +112,7 @@ def test_a_damaged_manifest_is_found(damage: str, tmp_path: Path) -> None:
     ],
     ids=str,
 )
-def test_a_manifest_whose_slices_lie_outside_their_file_or_tensor_is_damaged(
-    place: dict, tmp_path: Path
-) -> None:
+def test_a_manifest_whose_slices_lie_outside_their_file_or_tensor_is_damaged(place: dict, tmp_path):
     """Whoever writes one can seal it, too: nothing is read by it."""
     piece = {"box": [(0, 2)], "file": "a", "at": dict.fromkeys(checkpoints.KINDS, 0)}
     for change in ({}, place):

@@ -50,12 +50,12 @@ def run(plan, **fields):
 )
 def test_a_checkpoint_of_the_same_samples_and_no_more_iterations_is_taken(
     iteration, consumed, message
-) -> None:
+):
     plan = small_plan(train_iters=4)
     assert refusal(manifest(plan, iteration, consumed), plan) == message
 
 
-def test_a_checkpoint_of_another_model_or_seed_is_refused_by_name() -> None:
+def test_a_checkpoint_of_another_model_or_seed_is_refused_by_name():
     plan = small_plan(train_iters=4)
     others = (
         ("seed=7", run(plan, seed=7)),
@@ -71,7 +71,7 @@ def test_a_checkpoint_of_another_model_or_seed_is_refused_by_name() -> None:
             require_same("x", manifest(plan, 2), other)
 
 
-def test_a_resume_says_what_changed_since_the_checkpoint_and_a_link_of_a_chain_nothing() -> None:
+def test_a_resume_says_what_changed_since_the_checkpoint_and_a_link_of_a_chain_nothing():
     plan = small_plan(train_iters=4)
     held = manifest(plan, 3)
     assert since(held, run(plan, exit_iteration=4, save_interval=2)) == []
@@ -92,13 +92,13 @@ def test_a_resume_says_what_changed_since_the_checkpoint_and_a_link_of_a_chain_n
         (5, "2-3", "", "skip=: the checkpoint x has skipped [(2, 3)]"),
     ],
 )
-def test_a_skip_is_added_before_its_iterations_and_never_after(done, then, now, message) -> None:
+def test_a_skip_is_added_before_its_iterations_and_never_after(done, then, now, message):
     plan = small_plan(train_iters=9)
     held = manifest(run(plan, skip=then), done)
     assert refusal(held, run(plan, skip=now)) == message
 
 
-def test_a_run_that_cannot_continue_is_refused_before_any_process_starts(tmp_path) -> None:
+def test_a_run_that_cannot_continue_is_refused_before_any_process_starts(tmp_path):
     plan = small_plan(train_iters=4)
     folder = tmp_path / FOLDER / name_of(4)
     folder.mkdir(parents=True)

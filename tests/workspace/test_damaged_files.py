@@ -206,9 +206,7 @@ def damages(data: bytes) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_a_damaged_file_is_never_a_traceback(
-    name: str, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_damaged_file_is_never_a_traceback(name: str, whole: Path, tmp_path, monkeypatch):
     monkeypatch.setattr(
         client, "states", lambda ids, *_: {i: client.JobState(id=i, state="FORGOTTEN") for i in ids}
     )

@@ -33,7 +33,7 @@ ENV = {"SLURM_JOB_ID": "77", "SLURM_STEP_ID": "0", "SLURM_NODEID": "3"}
 
 
 @pytest.fixture
-def base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def base(tmp_path, monkeypatch) -> Path:
     """In place of /dev/shm."""
     found = tmp_path / "shm"
     found.mkdir()
@@ -47,9 +47,7 @@ def report(first: int, *steps: int, host: str = "n1", **facts) -> NodeReport:
     return NodeReport(first=first, host=host, start="s", ranks=tuple(ranks))
 
 
-def test_a_heartbeat_is_read_on_its_node_and_elsewhere_by_the_report(
-    tmp_path: Path, base: Path
-) -> None:
+def test_a_heartbeat_is_read_on_its_node_and_elsewhere_by_the_report(tmp_path, base: Path):
     record = create_record(tmp_path, ENV, 3)
     (path,) = base.iterdir()
     path.with_suffix(".4").write_text("half")
@@ -70,16 +68,12 @@ def test_a_heartbeat_is_read_on_its_node_and_elsewhere_by_the_report(
     assert not own_beats(tmp_path, ENV)
 
 
-def test_a_heartbeat_of_a_process_that_no_signal_may_reach_is_damaged(
-    tmp_path: Path, base: Path
-) -> None:
+def test_a_heartbeat_of_a_process_that_no_signal_may_reach_is_damaged(tmp_path, base: Path):
     create_record(tmp_path, ENV, 0)[:] = encode(1, "x", 0.5, {"pid": 1, "host": "n1"})
     assert not own_beats(tmp_path, ENV)
 
 
-def test_no_other_run_start_or_node_on_the_same_machine_is_mixed_up(
-    tmp_path: Path, base: Path
-) -> None:
+def test_no_other_run_start_or_node_on_the_same_machine_is_mixed_up(tmp_path, base: Path):
     others = [(tmp_path / "other", ENV), *((tmp_path / "run", ENV | {name: "9"}) for name in ENV)]
     kept = [create_record(folder, env, 0) for folder, env in (*others, (tmp_path / "run", ENV))]
     for number, record in enumerate(kept):
@@ -89,7 +83,7 @@ def test_no_other_run_start_or_node_on_the_same_machine_is_mixed_up(
     assert start_id(ENV) == start_id(ENV | {"SLURM_NODEID": "4"})
 
 
-def test_a_rank_counts_as_running_until_it_is_killed(tmp_path: Path, base: Path) -> None:
+def test_a_rank_counts_as_running_until_it_is_killed(tmp_path, base: Path):
     code = (
         "import sys, time; from pathlib import Path; from trilane.workspace import heartbeat as h\n"
     )
@@ -106,7 +100,7 @@ def test_a_rank_counts_as_running_until_it_is_killed(tmp_path: Path, base: Path)
 class Node:
     """The detector of a node, on a clock that the test turns."""
 
-    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch, timeout_s: float) -> None:
+    def __init__(self, folder: Path, monkeypatch, timeout_s: float) -> None:
         self.now, self.beats = 5000.0, dict[int, Heartbeat]()
         monkeypatch.setattr(time, "monotonic", lambda: self.now)
         monkeypatch.setattr(stall, "own_beats", lambda *_: dict(self.beats))
@@ -123,9 +117,7 @@ class Node:
         return self.stall.is_stalled(more_s)
 
 
-def test_a_change_of_phase_is_progress_and_the_rank_without_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_change_of_phase_is_progress_and_the_rank_without_is_named(tmp_path, monkeypatch):
     """A rank that has finished may be silent: rank 0 writes the last checkpoint's manifest while
     others have ended.
     """
@@ -141,9 +133,7 @@ def test_a_change_of_phase_is_progress_and_the_rank_without_is_named(
     )
 
 
-def test_a_rank_that_has_exited_stalls_the_others_until_all_have(
-    tmp_path: Path, monkeypatch
-) -> None:
+def test_a_rank_that_has_exited_stalls_the_others_until_all_have(tmp_path, monkeypatch):
     """Then torchrun, which may take some seconds to end, says how."""
     node = Node(tmp_path, monkeypatch, 100.0)
     node.beat(0, pid=999_999_999)
@@ -155,7 +145,7 @@ def test_a_rank_that_has_exited_stalls_the_others_until_all_have(
     assert not node.stalls_after(101)
 
 
-def test_a_rank_that_never_began_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_never_began_is_named(tmp_path, monkeypatch):
     node = Node(tmp_path, monkeypatch, 200.0)
     assert node.stalls_after(1050)
     node.beat(0, 2, step=1)
@@ -163,9 +153,7 @@ def test_a_rank_that_never_began_is_named(tmp_path: Path, monkeypatch: pytest.Mo
     assert node.stall.cause(3) == "no progress for 1050 s: rank 1 before its first heartbeat"
 
 
-def test_the_rank_that_has_stood_still_longest_is_named_on_whichever_node(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_rank_that_has_stood_still_longest_is_named_on_whichever_node(tmp_path, monkeypatch):
     """In the earliest iteration; before it one whose node does not answer, for the others wait for
     its ranks.
     """

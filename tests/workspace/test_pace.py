@@ -2,8 +2,6 @@
 usual is no slowness.
 """
 
-from pathlib import Path
-
 import pytest
 
 from trilane.workspace.pace import note, slowness
@@ -28,14 +26,14 @@ USUAL = (1.0, 1.02, 0.98) * 10
 )
 def test_what_is_late_above_the_median_and_its_spread_is_lost(
     seconds: tuple[float, ...], expected: float
-) -> None:
+):
     assert lost(*USUAL, *seconds) == expected
 
 
 @pytest.mark.parametrize(("usual_s", "burst"), [(0.03, 8.0), (3.0, 1.7)])
 def test_a_run_is_slow_once_a_restart_would_have_cost_less_not_by_bursts_of_other_work(
     usual_s: float, burst: float
-) -> None:
+):
     """By seconds, whatever an iteration takes, and not forgotten for some quick iterations."""
     meter = PaceMeter()
 
@@ -58,11 +56,11 @@ def test_a_run_is_slow_once_a_restart_would_have_cost_less_not_by_bursts_of_othe
     assert trained(1.0) > 0.9 and trained(600.0) == 0
 
 
-def test_a_ramp_of_the_batch_is_no_slowness() -> None:
+def test_a_ramp_of_the_batch_is_no_slowness():
     assert lost(*USUAL, *(1.9,) * 10, samples=(8,) * 30 + (16,) * 10) == 0
 
 
-def test_the_last_event_counts_and_half_a_line_does_not(tmp_path: Path) -> None:
+def test_the_last_event_counts_and_half_a_line_does_not(tmp_path):
     (tmp_path / "ranks").mkdir()
     note(tmp_path, 40, "SLOW\x1b[2J since", ("n1",))
     with (tmp_path / "ranks/pace.jsonl").open("a") as file:

@@ -1,7 +1,6 @@
 """The files of a run folder after a crash: what is whole counts, nothing is lost."""
 
 import json
-from pathlib import Path
 
 import pytest
 from support import small_plan
@@ -24,7 +23,7 @@ TAILS = {
 
 
 @pytest.mark.parametrize("tail", TAILS.values(), ids=TAILS.keys())
-def test_the_last_whole_line_counts_and_what_is_cut_is_kept(tail: bytes, tmp_path: Path) -> None:
+def test_the_last_whole_line_counts_and_what_is_cut_is_kept(tail: bytes, tmp_path):
     path = tmp_path / "steps.jsonl"
     path.write_bytes(WHOLE + tail)
     assert iteration(tmp_path) == 5
@@ -34,8 +33,8 @@ def test_the_last_whole_line_counts_and_what_is_cut_is_kept(tail: bytes, tmp_pat
 
 
 def test_an_attempt_that_goes_on_keeps_its_files_and_one_that_begins_again_moves_them(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     """Under the next number, also where an earlier one was deleted; a folder in the place of a file
     moves as well.
     """
@@ -52,7 +51,7 @@ def test_an_attempt_that_goes_on_keeps_its_files_and_one_that_begins_again_moves
     assert {p.name for p in (tmp_path / "attempts/9").iterdir()} == {"run.log", "steps.jsonl"}
 
 
-def test_a_completed_run_whose_plan_is_extended_has_more_to_do(tmp_path: Path) -> None:
+def test_a_completed_run_whose_plan_is_extended_has_more_to_do(tmp_path):
     (tmp_path / "steps.jsonl").write_bytes(b"".join(map(line, range(1, 5))))
     write_status(
         tmp_path,

@@ -2,7 +2,6 @@
 
 import errno
 import os
-from pathlib import Path
 
 import pytest
 
@@ -14,9 +13,7 @@ def outcome(evidence: str) -> RunStatus:
     return RunStatus(status=Status.STOPPED, evidence=evidence, rank=None, exit_code=0, seconds=1.5)
 
 
-def test_a_status_on_a_full_disk_is_not_half_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_status_on_a_full_disk_is_not_half_written(tmp_path, monkeypatch):
     def refused(*_: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
@@ -31,6 +28,6 @@ def test_a_status_on_a_full_disk_is_not_half_written(
         '{"status": 3, "evidence": "", "rank": null, "exit_code": 0, "seconds": 0}',
     ],
 )
-def test_a_damaged_status_counts_as_none(damage: str, tmp_path: Path) -> None:
+def test_a_damaged_status_counts_as_none(damage: str, tmp_path):
     (tmp_path / "status.json").write_text(damage)
     assert known_status(tmp_path) is None

@@ -224,6 +224,7 @@ def check_pair(prefix: str) -> tuple[np.ndarray, int]:
     rule = f"has documents of {ends[-1]} sequences, and {sequences} in all"
     require(ends[-1] == sequences, SOURCE, index, rule)
     ids = np.memmap(data, DTYPES[code], "r", 0, (size // item,))[:SCANNED]
+    require(ids.min() >= 0, SOURCE, data, f"holds the negative token {ids.min()}")
     return lengths, int(ids.max())
 
 
