@@ -129,10 +129,10 @@ def test_52_nodes_lose_four_and_the_controller_and_no_iteration(cluster, tmp_pat
     r.lead_to(13)
     assert len(read_beats(r.folder)) == 8 * TRAIN
     dead = [r.kill(17, 33)]
-    r.wait(lambda: r.count("replaced") == 1, "spares for two nodes")
+    r.wait(lambda: r.count("response") == 1, "spares for two nodes")
     r.lead_to(14)
     dead += [r.kill(9)]
-    r.wait(lambda: r.count("replaced") == 2, "a spare for a third")
+    r.wait(lambda: r.count("response") == 2, "a spare for a third")
     r.lead_to(15)
     assert one(r.folder).id == first and {
         e["restarts"] for e in ledger.events(r.folder, "started")
