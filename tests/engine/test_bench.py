@@ -52,7 +52,7 @@ def test_ranks_of_srun_on_two_hosts_measure_inside_and_between(ask, tmp_path):
     [
         ("cluster.txt", "must end in .json"),
         ("nowhere/cluster.json", "its folder does not exist"),
-        ("here.json", "exists"),
+        ("here.json", "exists; name another file"),
     ],
 )
 def test_a_file_that_cannot_be_written_is_refused_before_anything_is_measured(

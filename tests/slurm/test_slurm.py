@@ -115,7 +115,9 @@ def test_two_nodes_of_two_processes_train_to_the_end_with_the_code_that_was_subm
     assert (found.id, found.state, found.status) == (job, "COMPLETED", "completed"), says(folder)
     assert (found.iteration, found.iterations, found.nodes) == (4, 4, "jz-a100-[1-2]")
     assert len(losses(folder)) == 4 and losses(folder)[-1] < losses(folder)[0]
-    assert [e["event"] for e in ledger.events(folder)] == ["submitted", "started", "ended"]
+    assert [e["event"] for e in ledger.events(folder)] == [
+        *("submitted", "started", "nodes", "ended")
+    ]
     codes = {e["code"] for e in ledger.events(folder, "submitted", "started")}
     assert codes == {path.name for path in (folder / "code").iterdir()}
     wait_until(lambda: bool(client.past([job])), 60, "accounting")
@@ -148,7 +150,7 @@ def test_the_commands_submit_show_and_cancel(cluster, site: str, tmp_path, capsy
     command = [str(folder), "--site", site, "--account", "xyz@a100", "--json"]
     assert main(["slurm", "submit", *command]) == 1  # other commands than the plan renders
     assert json.loads(capsys.readouterr().out)["submitted"] == {}
-    command += ["--allow", "changes"]
+    command += ["--allow", "changes", "--allow", "cpus-per-task"]
     assert main(["slurm", "submit", *command, "--dry-run"]) == 0
     assert json.loads(capsys.readouterr().out)["submitted"] == {}
     assert main(["slurm", "submit", *command]) == 0
