@@ -28,7 +28,7 @@ from trilane.workspace.heartbeat import read_reports
 from trilane.workspace.run import iteration
 from trilane.workspace.status import RunStatus, Status, write_status
 from trilane_diagnose.node_test import Findings, step
-from trilane_diagnose.response import Response, decide, verdict_of
+from trilane_diagnose.response import VERDICTS, Response, decide
 
 Tester = Callable[[Sequence[str]], Findings]
 # what srun prints of tasks that failed, such as "srun: error: n7: tasks 0-3: Exited with exit code
@@ -249,7 +249,8 @@ def _at_fault(
         for report in read_reports(folder):
             if outcome.rank in [beat.rank for beat in report.ranks]:
                 suspects = _of_hosts(left, [report.host])
-    return verdict_of(outcome), dict.fromkeys(suspects, f"has rank {outcome.rank}, the suspect")
+    verdict = VERDICTS.get(outcome.status, "failure")
+    return verdict, dict.fromkeys(suspects, f"has rank {outcome.rank}, the suspect")
 
 
 def _of_hosts(nodes: Iterable[str], hosts: Iterable[str]) -> list[str]:

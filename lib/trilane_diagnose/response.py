@@ -9,7 +9,7 @@ from typing import Any
 
 from trilane.utils.frozen import frozen
 from trilane.utils.validation import require, require_known, shipped_json
-from trilane.workspace.status import RunStatus, Status
+from trilane.workspace.status import Status
 
 CHANGED_BY = "TRILANE_RESPONSES"  # in a job's environment: what its site changes, as JSON
 ACTIONS = {
@@ -18,6 +18,7 @@ ACTIONS = {
     "requeue": "back into the queue",
     "stop": "stops",
 }
+# of an end for which no node was found at fault; a "failure" else
 VERDICTS = {
     Status.HANG: "hang",
     Status.RENDEZVOUS: "launch failure",
@@ -46,11 +47,6 @@ class Response:
     def __str__(self) -> str:
         without = f", without {', '.join(self.nodes)}" if self.nodes else ""
         return f"{self.verdict}: {ACTIONS[self.action]}{without}"
-
-
-def verdict_of(outcome: RunStatus) -> str:
-    """The verdict of the table on an end for which no node was found at fault."""
-    return VERDICTS.get(outcome.status, "failure")
 
 
 def saves(verdict: str) -> bool:

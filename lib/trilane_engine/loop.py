@@ -20,7 +20,7 @@ from trilane.workspace.checkpoints import FOLDER, checkpoint_bytes, name_of
 from trilane.workspace.continuation import since
 from trilane.workspace.heartbeat import SAVE
 from trilane.workspace.pace import RESTART
-from trilane.workspace.run import NOT_FINITE, NOT_SAVED, cut_steps, room
+from trilane.workspace.run import NOT_FINITE, NOT_SAVED, cut_steps, free_space
 from trilane.workspace.status import RunStatus, Status, write_status
 from trilane_engine import heartbeat
 from trilane_engine.backends.base import build
@@ -94,7 +94,7 @@ class StopRequests:
         return self.requests[number], bool(some_write)
 
     def retry(self, size: int) -> None:
-        """Save again once the disk has room for so many bytes; looked at once a minute."""
+        """Save again once the disk has space for so many bytes; looked at once a minute."""
         self._missing = size
         self._retry_s = time.monotonic() + RETRY_S
 
@@ -114,7 +114,7 @@ class StopRequests:
         return asked
 
     def _saves_asked(self) -> int:
-        """The number of the request by the file `save`, or by a save that the disk had no room
+        """The number of the request by the file `save`, or by a save that the disk had no space
         for.
         """
         if self._missing and time.monotonic() > self._retry_s:
@@ -253,7 +253,7 @@ class Training:
             needed = checkpoint_bytes(self._plan.shape)
             self._requests.retry(needed)
             problem = f"CHECKPOINT NOT SAVED: {saved}; the newest is {self._saved or 'none'}"
-            problem += f"; since {self._unsaved}; {room(self._folder, needed)}"
+            problem += f"; since {self._unsaved}; {free_space(self._folder, needed)}"
         else:
             self._saved = saved.name
             self._unsaved = ""

@@ -24,7 +24,7 @@ from trilane.utils.tables import DataFrame, Table, as_json, middle
 from trilane.utils.validation import require
 from trilane.workspace import pace
 from trilane.workspace.checkpoints import checkpoint_bytes
-from trilane.workspace.run import NOT_FINITE, NOT_SAVED, Run, alarm, room, write_text
+from trilane.workspace.run import NOT_FINITE, NOT_SAVED, Run, alarm, free_space, write_text
 from trilane.workspace.status import RunStatus, Status, verdict
 
 # for the lock of a folder, which a submission holds for a second or two
@@ -347,14 +347,14 @@ def _verdict(run: Run, job: JobState) -> RunStatus:
 
 
 def _full_disk(run: Run) -> str:
-    """That the run's disk has no room for its next save, and since when its log stands still; ""
+    """That the run's disk has no space for its next save, and since when its log stands still; ""
     where it has.
     """
     with contextlib.suppress(ValueError, OSError):
         needed = checkpoint_bytes(run.plan.shape)
         if run.plan.run.save_interval and free_bytes(run.folder) < needed:
             since = datetime.fromtimestamp((run.folder / "run.log").stat().st_mtime)
-            text = room(run.folder, needed)
+            text = free_space(run.folder, needed)
             return f"DISK FULL: {text}; last line of the log {since:%Y-%m-%d %H:%M:%S}"
     return ""
 

@@ -130,7 +130,7 @@ def alarm(folder: Path, name: str) -> str:
     return one_line(read_text(folder / name, 2000))
 
 
-def room(folder: Path, needed: int) -> str:
+def free_space(folder: Path, needed: int) -> str:
     """What is free on the disk of a run, and what its next save needs."""
     return f"{free_bytes(folder) / 1e9:.3g} GB free, the next save needs {needed / 1e9:.3g} GB"
 
