@@ -175,8 +175,8 @@ def _respond(
         faulty = dict.fromkeys(_of_hosts(left, pace.slowness(folder)[1]), "is slow")
     else:
         verdict, faulty = _at_fault(folder, job, left, trained, outcome, test)
-    is_proven = verdict != "hang"
-    if is_proven:
+    is_lost = verdict in ("dead node", "broken node")  # also where no spare takes its place
+    if is_lost:
         _note_broken(folder, job, faulty)
     response = decide(
         verdict,
@@ -189,7 +189,7 @@ def _respond(
     )
     if response.action == "stop" and not response.nodes:
         return outcome
-    if not is_proven:
+    if not is_lost:
         _note_broken(folder, job, response.nodes)
     why = "; ".join(f"{node} {reason}" for node, reason in faulty.items())
     outcome = replace(

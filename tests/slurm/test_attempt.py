@@ -287,6 +287,10 @@ def test_a_spare_takes_over_from_a_node_that_makes_a_run_slow_without_another_te
     (folder / "ranks").mkdir(exist_ok=True)
     pace.note(folder, 20, "SLOW since iteration 10: n2", ("n2.site.org",))
     write_status(folder, status("stopped", f"stopped at iteration 25 by {pace.RESTART}, saved", 0))
+    monkeypatch.setattr(client, "hostnames", lambda _: names[:2])  # the spare has failed since
+    assert nodes.end(folder, 0, ME).exclude == "" and nodes.goes_on(folder, "78")
+    assert nodes.lost_nodes(folder, "78") == []
+    monkeypatch.setattr(client, "hostnames", lambda _: names)
     outcome = nodes.end(folder, 0, ME)
     assert outcome.exclude == "n2" and nodes.goes_on(folder, "78")
     assert nodes.lost_nodes(folder, "78") == ["n2"]
