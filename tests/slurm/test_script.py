@@ -102,7 +102,8 @@ def directives(text: str) -> dict[str, str]:
 # What a script calls, by name and arguments, one line a call; srun goes on with its command, as on
 # the first node.
 CALLED = r"""#!/bin/bash
-printf '%q ' "${0##*/}" "$@" >>"$CALLS"; echo >>"$CALLS"
+printf -v line '%q ' "${0##*/}" "$@"
+echo "$line" >>"$CALLS"  # in one write: others run besides
 case "${0##*/} $*" in
 srun*)
   while [[ $1 == -* ]]; do shift; done; exec "$@" ;;
