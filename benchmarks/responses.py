@@ -2,9 +2,10 @@
 
 Each way has a run of its own on two of three nodes (the third is spare), a process a node, trained
 by the megatron engine over gloo: a node dies, a rank is stopped, a rank gets an eighth of its time,
-the disk fills and empties, a node does not see the run folder. Printed are the seconds from the
-plant to the verdict, from there to the next iteration, and the nodes that left. docs/hangs.md has
-its result. It needs root, to hide a folder and to mount a small disk.
+a node's products become NaN, the disk fills and empties, a node does not see the run folder.
+Printed are the seconds from the plant to the verdict, from there to the next iteration, and the
+nodes that left. docs/hangs.md has its result. It needs root, to hide a folder and to mount a small
+disk.
 """
 
 import argparse
@@ -39,6 +40,21 @@ from trilane.workspace.status import known_status
 
 WAIT_S = 300.0
 DISK_BYTES = 24 << 20
+# sitecustomize of a node that computes wrong results once a file is there
+WRONG = """import os
+with open("/proc/self/cmdline") as file:
+    command = file.read()
+if os.environ.get("SLURMD_NODENAME") == "jz-a100-2" and "trilane_engine" in command:
+    import torch
+    def wrong(function):
+        def call(*arguments, **more):
+            out = function(*arguments, **more)
+            return out * float("nan") if os.path.exists({flag!r}) else out
+        return call
+    torch.mm = wrong(torch.mm)
+    torch.matmul = wrong(torch.matmul)
+    torch.nn.functional.linear = wrong(torch.nn.functional.linear)
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,12 +76,22 @@ class Outcome:
 class Trial:
     """A run on two nodes and a spare, submitted and training."""
 
-    def __init__(self, cluster: Cluster, folder: Path, data: Path) -> None:
+    def __init__(self, cluster: Cluster, folder: Path, data: Path, tests: bool = False) -> None:
+        """With `tests` its nodes are tested, and the file `<folder>-wrong` makes one compute wrong
+        results.
+        """
         p = plan("run", data, nodes=2, iters=1_000_000, save_interval=100_000)
         p = one_process_a_node(replace(p, topology=replace(p.topology, dp=2)))
         p = replace(p, run=replace(p.run, hang_timeout_s=10.0))
-        request = replace(REQUEST, spares=1, time_limit="01:00:00")
-        (self.folder,) = script.create({folder: p}, SITE, request)
+        request = replace(REQUEST, spares=1, time_limit="01:00:00", preflight=tests)
+        self.flag = folder.with_name(f"{folder.name}-wrong")
+        site = SITE
+        if tests:
+            planted = folder.with_name(f"{folder.name}-planted")
+            planted.mkdir()
+            (planted / "sitecustomize.py").write_text(WRONG.format(flag=str(self.flag)))
+            site = replace(SITE, setup=(f"export PYTHONPATH={planted}:$PYTHONPATH",))
+        (self.folder,) = script.create({folder: p}, site, request)
         self.cluster = cluster
         self.job = ""
 
@@ -187,6 +213,14 @@ def unseen(trial: Trial) -> Outcome:
     )
 
 
+def wrong(trial: Trial) -> Outcome:
+    """A node's products become NaN: the loss does, and the test of the nodes finds which."""
+    trial.begin()
+    begin = time.monotonic()
+    trial.flag.touch()
+    return trial.outcome(has_status(trial), "jz-a100-2", begin)
+
+
 def full(trial: Trial) -> Outcome:
     """The disk fills and empties: nothing restarts, log and steps are whole."""
     trial.begin()
@@ -212,6 +246,7 @@ WAYS = {
     "node dead": dead,
     "rank stopped": frozen,
     "rank 8 x slower": slow,
+    "wrong results": wrong,
     "folder unseen": unseen,
     "disk full": full,
 }
@@ -246,7 +281,8 @@ def main() -> None:
                 cluster.clean()
                 place = root / ("disk" if way == "disk full" else "runs")
                 place.mkdir(exist_ok=True)
-                trial = Trial(cluster, place / way.replace(" ", "-"), root / "data")
+                run = place / way.replace(" ", "-")
+                trial = Trial(cluster, run, root / "data", tests=way == "wrong results")
                 outcome = WAYS[way](trial)
                 trial.end()
                 print(outcome.row(way), flush=True)
