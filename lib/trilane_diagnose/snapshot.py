@@ -109,7 +109,6 @@ class Snapshot:
     layout: list[Any]
     precision: str
     shape: Mapping[str, Any]
-    optimizer: Mapping[str, float]
     facts: Facts
     held: tuple[Held, ...]
     missing: list[int]
@@ -151,31 +150,26 @@ def read_snapshot(state: State) -> Snapshot:
         first = prints[0]
         world = int(first["world"])
         require(0 < world <= MOST, "world", world, f"must be at most {MOST}")
-        optimizer = {}
-        for setting, value in first["optimizer"].items():
-            if isinstance(value, int | float):
-                optimizer[setting] = float(value)
         return Snapshot(
             name=name,
             state=state,
             layout=list(first["layout"]),
             precision=str(first["precision"]),
             shape=dict(first["shape"]),
-            optimizer=optimizer,
-            facts=_facts(prints, optimizer),
+            facts=_facts(prints),
             held=_undivided(held),
             missing=sorted({*range(world)} - {values["rank"] for values in prints}),
         )
 
 
-def _facts(prints: list[dict[str, Any]], optimizer: Mapping[str, float]) -> Facts:
+def _facts(prints: list[dict[str, Any]]) -> Facts:
     first = prints[0]
     # A rank that updates no parameters, as some may with many replicas, has taken no steps.
     scalars = max((values["scalars"] for values in prints), key=lambda scalars: scalars["step"])
     once: dict[str, Any] = dict(scalars)
     if first["next_lr"] is not None:
         once["the next learning rate"] = float(first["next_lr"])
-    once |= {name: optimizer.get(name) for name in SETTINGS}
+    once |= {name: first["optimizer"].get(name) for name in SETTINGS}
     facts: dict[tuple[str, int | None, str], Any]
     facts = {("optimizer", None, name): value for name, value in once.items()}
     facts["data", None, "the number of consumed samples"] = first["consumed_samples"]
@@ -255,7 +249,7 @@ def wrong_decay(snapshot: Snapshot) -> Findings:
     for holder, part in snapshot.held:
         right = 0.0
         if must_decay(part.name, len(part.shape)):
-            right = snapshot.optimizer.get("weight_decay", 0.0)
+            right = snapshot.facts.get(("optimizer", None, "weight_decay"), 0.0)
         if part.decay is not None and part.decay != right:
             yield RestartFinding(
                 kind="decay",
