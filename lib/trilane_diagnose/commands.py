@@ -14,10 +14,9 @@ from trilane_diagnose import bisection, rehearsal
 from trilane_diagnose import capture as stacks
 from trilane_diagnose.hang import diagnose_hang
 from trilane_diagnose.incident import read_incident
-from trilane_diagnose.phase_times import read_phase_times
 from trilane_diagnose.restart import compare_restart
 from trilane_diagnose.stacks import last_calls
-from trilane_diagnose.stragglers import find_stragglers
+from trilane_diagnose.stragglers import find_stragglers, read_phase_times
 
 GROUP = Group("debug", help="Find the cause of a hang, a slow node, a loss spike after a restart.")
 

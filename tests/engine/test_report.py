@@ -7,7 +7,7 @@ from plans import changed, small_plan
 from support import Later
 
 from trilane.logs.run import read_log
-from trilane_diagnose.phase_times import read_phase_times
+from trilane_diagnose.stragglers import read_phase_times
 
 report = Later("trilane_engine.report")
 pytestmark = pytest.mark.filterwarnings("ignore")  # what torch says while it is imported

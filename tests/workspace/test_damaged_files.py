@@ -28,7 +28,7 @@ from trilane.workspace.heartbeat import Heartbeat, NodeReport, read_beats
 from trilane.workspace.study import Study, load_cluster
 from trilane_diagnose import nodes
 from trilane_diagnose.capture import write_topology
-from trilane_diagnose.phase_times import read_phase_times
+from trilane_diagnose.stragglers import read_phase_times
 
 JOB = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n1"}
 LINE = (
