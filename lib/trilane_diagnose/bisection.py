@@ -4,6 +4,7 @@ in short jobs with a time limit, until the boundary between what works and what 
 
 import contextlib
 import json
+from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -117,17 +118,11 @@ def bisect(plan: Plan, axes: tuple[str, ...], run: Runner) -> Report:
 
     def boundary(axis: str) -> Boundary:
         tried = values(plan, axis)
-        low = 0
-        high = len(tried) - 1
-        if high == 0 or not works(axis, tried[0]):
+        last = len(tried) - 1
+        if last == 0 or not works(axis, tried[0]):
             return Boundary(axis=axis, works=0, hangs=tried[0])
-        while high - low > 1:
-            middle = (low + high) // 2
-            if works(axis, tried[middle]):
-                low = middle
-            else:
-                high = middle
-        return Boundary(axis=axis, works=tried[low], hangs=tried[high])
+        place = bisect_left(tried, True, 1, last, key=lambda value: not works(axis, value))
+        return Boundary(axis=axis, works=tried[place - 1], hangs=tried[place])
 
     require(not works("plan", 0), "plan", plan.label, "does not hang within five iterations")
     boundaries = tuple(boundary(axis) for axis in axes)

@@ -14,7 +14,7 @@ from trilane_diagnose.hang import diagnose_hang
 PLAN = small_plan(train_iters=100, dp=4, gbs=64)
 SHAPE = replace(PLAN.shape, num_layers=40, hidden_size=256)
 PLAN = replace(PLAN, shape=SHAPE, cluster=small_cluster())
-JOBS = {2: [1, 20, 10, 5, 3, 2], 40: [1, 20, 30, 35, 37, 38, 39]}
+JOBS = {2: [1, 21, 11, 6, 4, 3, 2], 40: [1, 21, 31, 36, 38, 39]}
 
 
 @pytest.mark.parametrize("boundary", JOBS)
