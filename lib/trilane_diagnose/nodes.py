@@ -322,14 +322,6 @@ def training_nodes(folder: Path, job: str) -> list[str]:
     return list(choices[-1]["chosen"]) if choices else []
 
 
-def exclude(job: str, nodes: Sequence[str]) -> None:
-    """Keep a waiting job off `nodes`, and off those that it already avoids."""
-    # an update replaces the list
-    avoided = client.hostnames(_field(_shown(job), "ExcNodeList"))
-    names = ",".join(dict.fromkeys([*avoided, *nodes]))
-    client.call(["scontrol", "update", f"JobId={job}", f"ExcNodeList={names}"])
-
-
 def requeue(job: str, nodes: int, without: Sequence[str] = ()) -> bool:
     """Put the job back into the queue for `nodes` nodes, `without` those, if its script allows it.
 
@@ -345,7 +337,10 @@ def requeue(job: str, nodes: int, without: Sequence[str] = ()) -> bool:
         if nodes > 1:
             client.call(["scontrol", "update", f"JobId={job}", f"NumNodes={nodes}"])
         if without:
-            exclude(job, without)
+            # an update replaces the list
+            avoided = client.hostnames(_field(_shown(job), "ExcNodeList"))
+            names = ",".join(dict.fromkeys([*avoided, *without]))
+            client.call(["scontrol", "update", f"JobId={job}", f"ExcNodeList={names}"])
     return True
 
 
