@@ -153,13 +153,8 @@ class Boundary:
         return max(interval(side["iteration"].to_numpy(float)) for side in sides)
 
     def column(self, name: str) -> Column:
-        """A column; nothing where a log does not print it."""
-        before = self.restart.before
-        after = self.restart.after
-        if not all(name in log.iterations for log in self.restart.logs):
-            before = before.iloc[:0]
-            after = after.iloc[:0]
-        return Column(*_numbers(before, name), *_numbers(after, name))
+        """A column; nothing on a side that does not print it."""
+        return Column(*_numbers(self.restart.before, name), *_numbers(self.restart.after, name))
 
     def shows(self, name: str) -> bool:
         """Whether both sides have as many lines of the column as its rule needs."""
