@@ -247,7 +247,7 @@ def share(size: float) -> str:
 def wrong_decay(snapshot: Snapshot) -> Findings:
     """Norms and biases that decay, and matrices that do not."""
     for holder, part in snapshot.held:
-        right = 0.0
+        right: float | str = 0.0
         if must_decay(part.name, len(part.shape)):
             right = snapshot.facts.get(("optimizer", None, "weight_decay"), 0.0)
         if part.decay is not None and part.decay != right:
@@ -255,7 +255,7 @@ def wrong_decay(snapshot: Snapshot) -> Findings:
                 kind="decay",
                 tensor=part.name,
                 ranks=(holder,),
-                what=f"weight decay {part.decay:g}, not {right:g} (in {snapshot.name})",
+                what=f"weight decay {part.decay:g}, not {float(right):g} (in {snapshot.name})",
                 size=part.decay,
             )
 
