@@ -14,7 +14,7 @@ from plans import LLAMA, SHAPE, changed, run_folder, small_plan
 from test_hf_export import BLOOM, checkpoint
 
 from trilane.workspace.checkpoints import read_manifest
-from trilane_engine.checkpoint.megatron_index import WORD
+from trilane_engine.checkpoint.torch_dist import WORD
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # what torch says while it is imported
 

@@ -1,9 +1,20 @@
-"""Checkpoints of Megatron-LM in and out, one tensor at a time: `trilane convert checkpoint`; see
-megatron_index.py.
+"""Checkpoints of Megatron-LM, `--ckpt-format torch_dist`, in and out, one tensor at a time:
+`trilane convert checkpoint`.
 
-Written and read are weights, fp32; an optimizer's state is left, and Adam starts anew.
+    latest_checkpointed_iteration.txt
+    iter_0000100/  metadata.json  common.pt  .metadata  __0_0.distcp
+
+A tensor's name is megatron-core's without the layer's number: all layers are one tensor (layer,
+...), in chunks. Norms before a matrix have the names of Transformer Engine, which holds both in one
+module; gate and up of a gated MLP stand one above the other. Source: megatron-core 0.16.1,
+dist_checkpointing and GPTModel's sharded_state_dict.
+
+Written and read are weights, fp32; an optimizer's state is left, and Adam starts anew. `.metadata`
+is a pickle: it is read with every class replaced by one that only holds what it is given, so that a
+hostile one runs nothing. common.pt, another, is not read.
 """
 
+import argparse
 import io
 import itertools
 import json
@@ -21,15 +32,186 @@ from torch.distributed.checkpoint import metadata as dcp
 from trilane.config.model import ModelShape
 from trilane.config.plan import Plan, read_plan
 from trilane.utils.files import new_folder, replace_text
-from trilane.utils.validation import print_refusal, require
+from trilane.utils.frozen import frozen
+from trilane.utils.tables import one_line
+from trilane.utils.validation import print_refusal, read_object, require
 from trilane.workspace import checkpoints
 from trilane.workspace.checkpoints import KINDS
 from trilane.workspace.continuation import identity
 from trilane_engine import patches
-from trilane_engine.checkpoint import megatron_index as megatron
 from trilane_engine.checkpoint.huggingface import verified
 from trilane_engine.checkpoint.slices import assemble, within, write_slices
 from trilane_engine.model.parameters import Box, whole_sizes
+
+LATEST = "latest_checkpointed_iteration.txt"
+WORD = "embedding.word_embeddings.weight"
+# megatron-core's defaults for common.pt
+FORMAT = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
+# What a module keeps beside its parameters, of fp8 alone: megatron-core asks for it, and takes None
+# for nothing.
+MODULES = (
+    "self_attention.linear_qkv",
+    "self_attention.linear_proj",
+    "self_attention.core_attention",
+    "mlp.linear_fc1",
+    "mlp.linear_fc2",
+)
+MOST_BYTES = 1 << 28  # of .metadata: a chunk has some 150
+Sizes = Mapping[str, tuple[int, ...]]
+Places = dict[str, tuple[str, Box]]  # canonical name -> Megatron's key, the part of that tensor
+
+
+@frozen
+class Index:
+    """The tensors of the checkpoint in `folder`: size and chunks (`box`, `file`, `at`: first byte,
+    bytes) by key.
+    """
+
+    folder: Path
+    sizes: Sizes
+    chunks: Mapping[str, list[dict[str, Any]]]
+
+
+class Held:
+    """What a pickle makes of any class: its fields, and nothing that runs."""
+
+    offset = None  # of a MetadataIndex without one
+
+    def __init__(self, *values: Any) -> None:
+        self.values = values
+
+    def __setstate__(self, state: Any) -> None:
+        self.__dict__.update(state if isinstance(state, dict) else {})
+
+
+class Inert(pickle.Unpickler):
+    """Reads a pickle without its classes."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        """No class of another module is ever imported."""
+        return {"Size": tuple, "OrderedDict": dict}.get(name, Held)
+
+
+def checkpoint_folder(source: Path) -> Path | None:
+    """The folder of Megatron's checkpoint: `source`, or the one that its newest iteration is in;
+    None: another kind.
+    """
+    if (source / "metadata.json").is_file():
+        return source
+    if not (source / LATEST).is_file():
+        return None
+    word = (source / LATEST).read_text(errors="replace").strip()
+    is_name = bool(re.fullmatch(r"\d{1,12}", word))
+    require(is_name, LATEST, word, "must be an iteration")
+    return source / f"iter_{int(word):07d}"
+
+
+def read_index(folder: Path) -> Index:
+    """What `.metadata` has; ValueError, one line, where it is damaged or of another format."""
+    kind = read_object(folder / "metadata.json", "checkpoint").get("sharded_backend")
+    rule = f"has sharded_backend {kind}; torch_dist is read"
+    require(kind == "torch_dist", "checkpoint", folder, rule)
+    try:
+        with (folder / ".metadata").open("rb") as file:
+            metadata = Inert(io.BytesIO(file.read(MOST_BYTES))).load()
+        infos = {(index.fqn, index.offset): info for index, info in metadata.storage_data.items()}
+        sizes: dict[str, tuple[int, ...]] = {}
+        chunks: dict[str, list[dict[str, Any]]] = {}
+        for key, tensor in metadata.state_dict_metadata.items():
+            if hasattr(tensor, "chunks"):
+                # a chunk that is named twice could stand for one that is missing
+                offsets = {chunk.offsets for chunk in tensor.chunks}
+                require(len(offsets) == len(tensor.chunks), "tensor", key, "has a chunk twice")
+                sizes[str(key)] = tuple(map(int, tensor.size))
+                chunks[str(key)] = [
+                    _chunk(chunk, infos[str(key), chunk.offsets]) for chunk in tensor.chunks
+                ]
+        return Index(folder=folder, sizes=sizes, chunks=chunks)
+    except Exception as error:  # whatever a pickle of something else makes of it
+        rule = f".metadata cannot be read ({one_line(str(error))})"
+    raise ValueError(f"checkpoint={folder}: {rule}")
+
+
+def _chunk(chunk: Any, info: Any) -> dict[str, Any]:
+    name = info.relative_path
+    require(bool(re.fullmatch(r"\w[\w.-]*", name)), "file", name, "is no file's name")
+    edges = zip(chunk.offsets, chunk.sizes, strict=True)
+    return {
+        "box": [(first, first + size) for first, size in edges],
+        "file": name,
+        "at": {"weight": (int(info.offset), int(info.length))},
+    }
+
+
+def place_of(name: str) -> tuple[str, int | None]:
+    """Megatron's key of the canonical parameter `name`, and its layer's number."""
+    layer = re.fullmatch(r"(decoder\.layers\.)(\d+)\.(.+)", name)
+    if not layer:
+        return name, None
+    part = layer[3].replace("input_layernorm.", "self_attention.linear_qkv.layer_norm_")
+    part = part.replace("pre_mlp_layernorm.", "mlp.linear_fc1.layer_norm_")
+    return layer[1] + part, int(layer[2])
+
+
+def flat(size: tuple[int, ...]) -> tuple[int, ...]:
+    """The size in Megatron's file of a canonical one: gate and up are one matrix."""
+    if len(size) == 3:
+        return (size[0] * size[1], size[2])
+    return size
+
+
+def places(index: Index, sizes: Sizes, layers: int) -> Places:
+    """The key of each canonical parameter and its part of that tensor; ValueError where the model
+    is another.
+    """
+    prefix = ""
+    for key in index.sizes:
+        if re.fullmatch(rf"(model\.|module\.)*{WORD}", key):
+            prefix = key.removesuffix(WORD)
+    # each layer has its tensors
+    are_apart = any(key.startswith(f"{prefix}decoder.layers.0.") for key in index.sizes)
+    every: Places = {}
+    for name, size in sizes.items():
+        key, layer = place_of(name)
+        whole = flat(size)
+        box: Box = tuple((0, length) for length in whole)
+        if layer is not None and are_apart:
+            key = key.replace(".layers.", f".layers.{layer}.")
+        elif layer is not None:
+            whole = (layers, *whole)
+            box = ((layer, layer + 1), *box)
+        key = prefix + key
+        every[name] = (key, box)
+        held = index.sizes.get(key, ())
+        is_right = held == whole
+        if key.endswith((WORD, "output_layer.weight")):  # may have more rows, of padding
+            is_right = held[1:] == whole[1:] and held >= whole
+        rule = f"has {list(held)} in the checkpoint, {list(whole)} in the plan"
+        require(is_right, "tensor", key, rule)
+    keys = {key for key, _ in every.values()}
+    for key in index.sizes:
+        is_ours = key in keys or "optimizer." in key
+        require(is_ours, "tensor", key, "is in the checkpoint, and the plan's model has none")
+    return every
+
+
+def common(manifest: Mapping[str, Any], shape: ModelShape) -> dict[str, Any]:
+    """What Megatron-LM's load_checkpoint() asks of common.pt; it then looks for no optimizer and no
+    generators.
+    """
+    args = argparse.Namespace(
+        num_layers=shape.num_layers,
+        hidden_size=shape.hidden_size,
+        num_attention_heads=shape.num_attention_heads,
+        max_position_embeddings=shape.seq_length,
+        padded_vocab_size=shape.vocab_size,
+        tensor_model_parallel_size=1,
+        pipeline_model_parallel_size=1,
+        no_save_optim=True,
+        no_save_rng=True,
+        consumed_train_samples=manifest["consumed_samples"],
+    )
+    return {"args": args, "checkpoint_version": 3.0, "iteration": manifest["iteration"]}
 
 
 def export(checkpoint: Path, out: Path) -> None:
@@ -44,9 +226,9 @@ def export(checkpoint: Path, out: Path) -> None:
         folder = aside / f"iter_{manifest['iteration']:07d}"
         folder.mkdir()
         _write_tensors(checkpoint, manifest, shape, folder)
-        torch.save(megatron.common(manifest, shape), folder / "common.pt")
-        replace_text(folder / "metadata.json", json.dumps(megatron.FORMAT))
-        replace_text(aside / megatron.LATEST, str(manifest["iteration"]))
+        torch.save(common(manifest, shape), folder / "common.pt")
+        replace_text(folder / "metadata.json", json.dumps(FORMAT))
+        replace_text(aside / LATEST, str(manifest["iteration"]))
 
 
 def _write_tensors(
@@ -64,10 +246,10 @@ def _write_tensors(
             return patches.stored_at(name_of_file, first, file.tell() - first)
 
         for name, canonical in whole_sizes(shape).items():
-            key, layer = megatron.place_of(name)
+            key, layer = place_of(name)
             slices = manifest["tensors"][name]["slices"]
             value = assemble(checkpoint, slices, "weight", tuple((0, n) for n in canonical))
-            size = megatron.flat(canonical)
+            size = flat(canonical)
             offsets = [0 for _ in size]
             whole = [*size]
             value = value.view(*size)
@@ -82,7 +264,7 @@ def _write_tensors(
             held.chunks.append(dcp.ChunkStorageMetadata(offsets=at, sizes=value.size()))
             storage[dcp.MetadataIndex(key, at, len(held.chunks) - 1)] = save(value)
         nothing = save([None])
-    for module, layer in itertools.product(megatron.MODULES, range(shape.num_layers)):
+    for module, layer in itertools.product(MODULES, range(shape.num_layers)):
         key = f"decoder.layers.{module}._extra_state/shard_{layer}_{shape.num_layers}"
         tensors[key] = dcp.BytesStorageMetadata()
         storage[dcp.MetadataIndex(key)] = nothing
@@ -96,13 +278,13 @@ def read_in(source: Path, out: Path, plan: Plan, iteration: int) -> None:
     ValueError where it has another model than the plan, or is damaged.
     """
     require(not plan.layer, "layer", plan.layer, "a layer of your own is not read")
-    index = megatron.read_index(source)
+    index = read_index(source)
     sizes = whole_sizes(plan.shape)
-    places = megatron.places(index, sizes, plan.shape.num_layers)
+    held = places(index, sizes, plan.shape.num_layers)
 
     def values() -> Iterator[torch.Tensor]:
         for name in sizes:
-            yield _tensor(index, *places[name])
+            yield _tensor(index, *held[name])
             for _ in KINDS[1:]:  # the moments
                 yield torch.zeros(sizes[name])
 
@@ -130,7 +312,7 @@ def read_in(source: Path, out: Path, plan: Plan, iteration: int) -> None:
         checkpoints.publish(folder, folder.with_name(checkpoints.name_of(iteration)))
 
 
-def _tensor(index: megatron.Index, key: str, box: Box) -> torch.Tensor:
+def _tensor(index: Index, key: str, box: Box) -> torch.Tensor:
     """The part `box` of a tensor, fp32; ValueError that names the tensor where a chunk
     is damaged.
     """
@@ -159,7 +341,7 @@ def main(argv: list[str]) -> int:
     """SOURCE, OUT and the plan ("": none); 2 with one line where it fails."""
     source, out, plan = argv
     try:
-        if folder := megatron.checkpoint_folder(Path(source)):
+        if folder := checkpoint_folder(Path(source)):
             rule = "a checkpoint of Megatron needs --plan, which has its model"
             require(bool(plan), "plan", "missing", rule)
             number = re.fullmatch(r"iter_(\d{7,12})", folder.name)
