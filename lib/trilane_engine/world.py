@@ -212,11 +212,6 @@ def call_on_first(world: World, function: Callable[[], T]) -> T:
     return answer[0]  # type: ignore[return-value]
 
 
-def error_text(error: OSError) -> str:
-    """The system's message, such as "No space left on device"."""
-    return error.strerror or str(error)
-
-
 def gather_values(world: World, value: T) -> list[T]:
     """The values of all ranks, on every rank."""
     values: list[T | None] = [None] * world.size

@@ -128,13 +128,13 @@ class DeepSpeedZero(DeepSpeed):
             if plan.topology.zero == 3:  # no rank ever holds more than its share
                 replicas = parallel_state.get_data_parallel_group()
                 sharded = deepspeed.zero.Init(
-                    config_dict_or_path=ds_config, data_parallel_group=replicas, mpu=Mpu()
+                    config_dict_or_path=ds_config, data_parallel_group=replicas, mpu=Mpu
                 )
                 stack.enter_context(sharded)
             model = empty_chunk(plan, apply(self._kernels, transformer_config(plan)))
         named = list(canonical_parameters(model, plan.shape.tied_embeddings))
         fill_parameters(named, plan)
-        self._wrap(model, named, ds_config, mpu=Mpu())
+        self._wrap(model, named, ds_config, mpu=Mpu)
         self._mark_phases()
         return named
 
@@ -161,16 +161,16 @@ build = DeepSpeedZero
 
 
 class Mpu:
-    """DeepSpeed's interface to tensor parallelism, implemented by megatron-core."""
+    """DeepSpeed's interface to tensor parallelism, implemented by megatron-core; the class is
+    passed itself.
+    """
 
-    get_model_parallel_world_size = staticmethod(
-        parallel_state.get_tensor_model_parallel_world_size
-    )
-    get_model_parallel_rank = staticmethod(parallel_state.get_tensor_model_parallel_rank)
-    get_model_parallel_group = staticmethod(parallel_state.get_tensor_model_parallel_group)
-    get_data_parallel_world_size = staticmethod(parallel_state.get_data_parallel_world_size)
-    get_data_parallel_rank = staticmethod(parallel_state.get_data_parallel_rank)
-    get_data_parallel_group = staticmethod(parallel_state.get_data_parallel_group)
+    get_model_parallel_world_size = parallel_state.get_tensor_model_parallel_world_size
+    get_model_parallel_rank = parallel_state.get_tensor_model_parallel_rank
+    get_model_parallel_group = parallel_state.get_tensor_model_parallel_group
+    get_data_parallel_world_size = parallel_state.get_data_parallel_world_size
+    get_data_parallel_rank = parallel_state.get_data_parallel_rank
+    get_data_parallel_group = parallel_state.get_data_parallel_group
 
 
 def start() -> None:

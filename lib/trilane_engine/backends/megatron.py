@@ -169,15 +169,10 @@ class Megatron(Engine):
         self, microbatches: Sequence[Microbatch], forward_only: bool = False
     ) -> list[Tensor]:
         """The loss of each microbatch on the last stage; an empty list elsewhere."""
-        feeds: Any = [iter(microbatches) for _ in self._chunks]
-        chunks: Any = self._chunks
-        if len(self._chunks) == 1:
-            feeds = feeds[0]
-            chunks = chunks[0]
         results = self._schedule(
             forward_step_func=self._forward,
-            data_iterator=feeds,
-            model=chunks,
+            data_iterator=[iter(microbatches) for _ in self._chunks],
+            model=self._chunks,
             num_microbatches=len(microbatches),
             seq_length=self._plan.shape.seq_length,
             micro_batch_size=self._plan.topology.mbs,

@@ -55,19 +55,15 @@ def theirs(family: Family, name: str, tensor: Tensor, shape: ModelShape) -> list
 def ours(family: Family, name: str, tensors: Sequence[Tensor], shape: ModelShape) -> Tensor:
     """The inverse of theirs()."""
     parts = [part.t().contiguous() if is_turned(family, name) else part for part in tensors]
+    whole = torch.cat(parts) if len(parts) > 1 else parts[0]
     if "linear_qkv." in name and not family.by_group:
         keys = shape.kv_heads * shape.head_dim
-        if len(parts) == 3:
-            separate = parts
-        else:
-            separate = parts[0].split([shape.hidden_size, keys, keys])
-        rows = [part.unflatten(0, (shape.kv_heads, -1, shape.head_dim)) for part in separate]
+        kinds = whole.split([shape.hidden_size, keys, keys])
+        rows = [kind.unflatten(0, (shape.kv_heads, -1, shape.head_dim)) for kind in kinds]
         return torch.cat(rows, 1).flatten(0, 2)
     if "linear_fc1." in name and shape.is_gated:
-        if len(parts) == 2:
-            return torch.stack(parts)
-        return parts[0].view(2, shape.ffn, *parts[0].shape[1:])
-    return parts[0]
+        return whole.unflatten(0, (2, -1))
+    return whole
 
 
 def is_turned(family: Family, name: str) -> bool:

@@ -31,7 +31,7 @@ from trilane_engine.backends.base import Engine, States
 from trilane_engine.checkpoint.fingerprints import fingerprint, layout, read_marked
 from trilane_engine.checkpoint.slices import boxes_of, write_slices
 from trilane_engine.model import rng
-from trilane_engine.world import World, call_on_first, error_text, gather_values
+from trilane_engine.world import World, call_on_first, gather_values
 
 # number of the piece and kind -> its values in host memory
 Held = dict[tuple[int, str], Tensor]
@@ -113,7 +113,7 @@ class Saver:
             temporary = call_on_first(self._world, lambda: _temporary_folder(self._root, name))
         except OSError as error:
             seconds = time.perf_counter() - begin
-            return Saved(name=name, seconds=seconds, stall_s=seconds, problem=error_text(error))
+            return Saved(name=name, seconds=seconds, stall_s=seconds, problem=f"{error.strerror}")
         folder = Path(temporary)
         parts = read_marked(states, self._copy.take)
         prints = fingerprint(self._plan, self._world, self._engine, batch.number, upcoming)
@@ -150,7 +150,7 @@ class Saver:
                 self._world, lambda: _publish(save.folder, target, manifest, reports)
             )
         except OSError as error:
-            problem = error_text(error)
+            problem = f"{error.strerror}"
         return Saved(
             name=target.name,
             bytes=size,
@@ -196,7 +196,7 @@ class Saver:
                 path = replace_text(folder / text_name, json.dumps(content))
                 files[text_name] = [path.stat().st_size, checkpoints.digest(path)]
         except OSError as problem:
-            error = error_text(problem)
+            error = f"{problem.strerror}"
         return {
             "files": files,
             "slices": slices,

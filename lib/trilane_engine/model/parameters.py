@@ -29,14 +29,13 @@ def is_gated_fc1(name: str, shape: ModelShape) -> bool:
     return shape.is_gated and "mlp.linear_fc1." in name
 
 
-def split_dim(name: str, gated: bool = False) -> int | None:
+def split_dim(name: str) -> int | None:
     """The dimension of parameter `name` that tensor parallelism splits; None where every rank holds
     the whole.
     """
     rows = ("word_embeddings.weight", "output_layer.weight", "linear_qkv.", "linear_fc1.")
     if any(part in name for part in rows):
-        # a gated one is (2, ffn, h), gate and up: each rank has its rows of both
-        return int(gated)
+        return 0
     return 1 if name.endswith(COLUMNS) else None
 
 
