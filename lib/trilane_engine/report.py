@@ -92,7 +92,7 @@ class TrainingLog:
         (folder / "ranks").mkdir(exist_ok=True)
         self._phases = Appended(folder / "ranks" / f"{world.rank}.phases")
 
-    def write(self, line: Line, saving: bool = False) -> None:
+    def write(self, line: Line, saving: bool) -> None:
         """Append the JSON line; print Megatron's every log_interval iterations and at the end.
 
         While a save is being written (`saving`) an iteration says nothing about the run's pace.

@@ -222,15 +222,10 @@ class DeepSpeedStates:
         if self._started:
             return
         self._started = True
-        init_moments(self._inner[0], self._first_of(*FLAT))
+        flat = next(name for name in FLAT if hasattr(self._optimizer, name))
+        init_moments(self._inner[0], getattr(self._optimizer, flat))
         if self._stage < 3:
             patches.link_moments(self._optimizer)
-
-    def _first_of(self, *names: str) -> Any:
-        """The first of these attributes that the optimizer has, which its class decides."""
-        return next(
-            getattr(self._optimizer, name) for name in names if hasattr(self._optimizer, name)
-        )
 
     def shard(self, number: int) -> tuple[int, int]:
         parameter = self._parameters[number]
@@ -287,16 +282,9 @@ class DeepSpeedStates:
         return self._parameters[number].detach().view(self.pieces[number].size)
 
     def decays(self) -> list[float | None]:
-        # ZeRO replaces the parameters of a group by flat ones of its own and keeps the lists apart:
-        # in stages 1 and 2, in BF16_Optimizer, and in stage 3, there in sub-groups of a group.
-        decays: dict[int, float] = {}
-        group_of = getattr(self._optimizer, "sub_group_to_group_id", {})
-        for number, members in enumerate(
-            self._first_of("bit16_groups", "bf16_groups", "fp16_groups")
-        ):
-            group = self._optimizer.param_groups[group_of.get(number, number)]
-            decays |= dict.fromkeys(map(id, members), group["weight_decay"])
-        return [decays.get(id(parameter)) for parameter in self._parameters]
+        # of the two groups that _wrap() makes
+        matrices, others = [group["weight_decay"] for group in self._optimizer.param_groups]
+        return [matrices if must_decay(piece.name) else others for piece in self.pieces]
 
     def scalars(self) -> dict[str, float]:
         values = {"step": step_of(self._inner)}

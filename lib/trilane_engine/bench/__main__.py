@@ -137,7 +137,7 @@ def measured(world: Any, context: float, name: str, processes: int) -> Cluster:
     facts |= {"cores_per_node": len(cores), "gpus_per_node": processes or of_host}
     facts["max_nodes"] = len(set(hosts))
     source = f"measured on {hosts[0]} by `trilane measure machine` at {date.today().isoformat()}"
-    return _cluster(name, world.device, facts, {"all": source})
+    return _cluster(name, world.device, facts, source)
 
 
 def _links(world: Any, hosts: list[str], processes: int) -> dict[str, float]:
@@ -165,7 +165,7 @@ def _links(world: Any, hosts: list[str], processes: int) -> dict[str, float]:
     return rates
 
 
-def _cluster(name: str, device: Any, facts: dict[str, Any], sources: dict[str, str]) -> Cluster:
+def _cluster(name: str, device: Any, facts: dict[str, Any], source: str) -> Cluster:
     """The facts as a Cluster."""
     import torch
 
@@ -180,7 +180,7 @@ def _cluster(name: str, device: Any, facts: dict[str, Any], sources: dict[str, s
             gpu[field.removeprefix("gpu.")] = value
         else:
             rest[field] = value
-    return Cluster(name=name, gpu=Gpu(**gpu), sources=sources, **rest)
+    return Cluster(name=name, gpu=Gpu(**gpu), sources={"all": source}, **rest)
 
 
 if __name__ == "__main__":

@@ -93,17 +93,37 @@ def boxes_of(box: Box, values: tuple[int, int]) -> list[tuple[Box, int, int]]:
     return boxes
 
 
+def within(wanted: Sequence[tuple[int, int]], held: Sequence[Sequence[int]]) -> tuple[slice, ...]:
+    """The index of the part `wanted` in an array that has the part `held`."""
+    sides = zip(wanted, held, strict=True)
+    return tuple(slice(first - start, end - start) for (first, end), (start, _) in sides)
+
+
+def read_rows(
+    path: Path, at: int, held: Box, wanted: Sequence[tuple[int, int]], target: np.ndarray
+) -> None:
+    """Read the part `wanted` of the slice `held`, which begins at byte `at` of the file, into
+    `target`.
+    """
+    inner = tuple(d - c for c, d in held[1:])
+    # Whole rows are read: page by page, as memory that is mapped, takes twice the time.
+    first = at + 4 * (wanted[0][0] - held[0][0]) * math.prod(inner)
+    values = np.fromfile(path, np.float32, len(target) * math.prod(inner), offset=first)
+    rows = values.reshape(len(target), *inner)
+    target[...] = rows[:, *within(wanted[1:], held[1:])]
+
+
 def assemble(
     folder: Path,
     slices: Iterable[Mapping[str, Any]],
     kind: str,
     box: Box,
-    read: Callable[..., None] | None = None,
+    read: Callable[..., None] = read_rows,
 ) -> Tensor:
     """The part `box` of a tensor, fp32, assembled from those of its slices (as in the manifest)
     that overlap it.
 
-    `read` reads a part of a slice in another file than ours, as _read() does.
+    `read` reads a part of a slice in another file than ours, as read_rows() does.
     """
     size = [end - first for first, end in box]
     result = np.empty(size, np.float32)
@@ -113,17 +133,11 @@ def assemble(
         if all(first < end for first, end in common):
             target = result[within(common, box)]
             file = folder / piece["file"]
-            (read or _read)(file, piece["at"][kind], piece["box"], common, target)
+            read(file, piece["at"][kind], piece["box"], common, target)
             filled += target.size
     rule = f"{filled} of {result.size} numbers are in its slices"
     require(filled == result.size, "checkpoint", folder, rule)
     return torch.from_numpy(result)
-
-
-def within(wanted: Sequence[tuple[int, int]], held: Sequence[Sequence[int]]) -> tuple[slice, ...]:
-    """The index of the part `wanted` in an array that has the part `held`."""
-    sides = zip(wanted, held, strict=True)
-    return tuple(slice(first - start, end - start) for (first, end), (start, _) in sides)
 
 
 def assemble_range(
@@ -137,17 +151,3 @@ def assemble_range(
     if len(parts) == 2:
         return parts[1]
     return torch.cat(parts)
-
-
-def _read(
-    path: Path, at: int, held: Box, wanted: Sequence[tuple[int, int]], target: np.ndarray
-) -> None:
-    """Read the part `wanted` of the slice `held`, which begins at byte `at` of the file, into
-    `target`.
-    """
-    inner = tuple(d - c for c, d in held[1:])
-    # Whole rows are read: page by page, as memory that is mapped, takes twice the time.
-    first = at + 4 * (wanted[0][0] - held[0][0]) * math.prod(inner)
-    values = np.fromfile(path, np.float32, len(target) * math.prod(inner), offset=first)
-    rows = values.reshape(len(target), *inner)
-    target[...] = rows[:, *within(wanted[1:], held[1:])]

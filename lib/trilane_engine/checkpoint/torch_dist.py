@@ -143,21 +143,20 @@ def _chunk(chunk: Any, info: Any) -> dict[str, Any]:
     }
 
 
-def place_of(name: str) -> tuple[str, int | None]:
-    """Megatron's key of the canonical parameter `name`, and its layer's number."""
+def place_of(name: str, size: tuple[int, ...], layers: int) -> tuple[str, tuple[int, ...], Box]:
+    """Megatron's key of the canonical parameter `name`, the size of that tensor, and the part of it
+    that the parameter is.
+    """
+    if len(size) == 3:  # gate and up are one matrix
+        size = (size[0] * size[1], size[2])
+    box = tuple((0, length) for length in size)
     layer = re.fullmatch(r"(decoder\.layers\.)(\d+)\.(.+)", name)
     if not layer:
-        return name, None
+        return name, size, box
     part = layer[3].replace("input_layernorm.", "self_attention.linear_qkv.layer_norm_")
     part = part.replace("pre_mlp_layernorm.", "mlp.linear_fc1.layer_norm_")
-    return layer[1] + part, int(layer[2])
-
-
-def flat(size: tuple[int, ...]) -> tuple[int, ...]:
-    """The size in Megatron's file of a canonical one: gate and up are one matrix."""
-    if len(size) == 3:
-        return (size[0] * size[1], size[2])
-    return size
+    number = int(layer[2])
+    return layer[1] + part, (layers, *size), ((number, number + 1), *box)
 
 
 def places(index: Index, sizes: Sizes, layers: int) -> Places:
@@ -172,14 +171,11 @@ def places(index: Index, sizes: Sizes, layers: int) -> Places:
     are_apart = any(key.startswith(f"{prefix}decoder.layers.0.") for key in index.sizes)
     every: Places = {}
     for name, size in sizes.items():
-        key, layer = place_of(name)
-        whole = flat(size)
-        box: Box = tuple((0, length) for length in whole)
-        if layer is not None and are_apart:
-            key = key.replace(".layers.", f".layers.{layer}.")
-        elif layer is not None:
-            whole = (layers, *whole)
-            box = ((layer, layer + 1), *box)
+        key, whole, box = place_of(name, size, layers)
+        if are_apart and ".layers." in key:
+            key = key.replace(".layers.", f".layers.{box[0][0]}.")
+            whole = whole[1:]
+            box = box[1:]
         key = prefix + key
         every[name] = (key, box)
         held = index.sizes.get(key, ())
@@ -246,21 +242,14 @@ def _write_tensors(
             return patches.stored_at(name_of_file, first, file.tell() - first)
 
         for name, canonical in whole_sizes(shape).items():
-            key, layer = place_of(name)
+            key, whole, box = place_of(name, canonical, shape.num_layers)
             slices = manifest["tensors"][name]["slices"]
             value = assemble(checkpoint, slices, "weight", tuple((0, n) for n in canonical))
-            size = flat(canonical)
-            offsets = [0 for _ in size]
-            whole = [*size]
-            value = value.view(*size)
-            if layer is not None:
-                offsets.insert(0, layer)
-                whole.insert(0, shape.num_layers)
-                value = value[None]
+            value = value.view([end - first for first, end in box])
             kind = dcp.TensorProperties.create_from_tensor(value)
             held = dcp.TensorStorageMetadata(properties=kind, size=torch.Size(whole), chunks=[])
             held = tensors.setdefault(key, held)
-            at = torch.Size(offsets)
+            at = torch.Size([first for first, _ in box])
             held.chunks.append(dcp.ChunkStorageMetadata(offsets=at, sizes=value.size()))
             storage[dcp.MetadataIndex(key, at, len(held.chunks) - 1)] = save(value)
         nothing = save([None])

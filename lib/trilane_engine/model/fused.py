@@ -187,7 +187,7 @@ class KernelPath:
 
     fused: bool
     why: str
-    adds_gradients: bool = False
+    adds_gradients: bool
 
     def __str__(self) -> str:
         return f"{'fused' if self.fused else 'unfused'} path ({self.why})"

@@ -20,7 +20,6 @@ from trilane.workspace.fingerprints import SPLITMIX
 
 # What megatron-core splits by columns, the inputs; both write to the residual stream.
 COLUMNS = ("linear_proj.weight", "linear_fc2.weight")
-EMBEDDING_NORM = "embedding.layernorm"  # BLOOM's, between the embedding and the first layer
 Box = tuple[tuple[int, int], ...]  # (first, last + 1) in each dimension of the whole tensor
 
 
@@ -65,7 +64,7 @@ def whole_sizes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
     if shape.positions == "learned":
         sizes["embedding.position_embeddings.weight"] = (shape.seq_length, h)
     if shape.embedding_layernorm:
-        sizes |= {f"{EMBEDDING_NORM}.{kind}": (h,) for kind in kinds}
+        sizes |= {f"embedding.layernorm.{kind}": (h,) for kind in kinds}
     for number in range(shape.num_layers):
         layer = f"decoder.layers.{number}"
         for norm in ("input_layernorm", "pre_mlp_layernorm"):
@@ -103,7 +102,8 @@ def initial_tensor(name: str, size: Iterable[int], plan: Plan) -> torch.Tensor:
     held = size
     if is_gated_fc1(name, plan.shape):
         held = (2 * size[1], *size[2:])
-    return initial_range(name, held, 0, 1, plan, 0, math.prod(size)).view(size)
+    last = math.prod(size)
+    return initial_range(name, held, 0, 1, plan, 0, last, split_dim(name)).view(size)
 
 
 def initial_range(
@@ -114,12 +114,12 @@ def initial_range(
     plan: Plan,
     first: int,
     end: int,
-    dim: int | None = None,
+    dim: int | None,
 ) -> torch.Tensor:
     """The values `first` to `end` of the part, `local` in size, that tensor-parallel rank `rank` of
     `tp` holds.
 
-    `dim` is the dimension that is split; where it is not given, that of the name. Weights are
+    `dim` is the dimension that is split, None for none. Weights are
     normal with deviation optimizer.init_std, those split by columns, which write to the residual
     stream init_std / sqrt(2 L); biases are 0, norm weights 1. Radford et al. 2019 (GPT-2), section
     2.3, with 0.02. The names are megatron-core's, with the layer's number in the whole model.
@@ -132,8 +132,6 @@ def initial_range(
         return torch.ones(end - first)
     # gate and up count as one above the other
     *counts, held = paired(local, is_gated_fc1(name, plan.shape))
-    if dim is None:
-        dim = split_dim(name)
     if dim is None:
         rank = 0
         tp = 1

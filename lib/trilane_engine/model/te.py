@@ -31,10 +31,9 @@ def settings(plan: Plan) -> dict[str, Any]:
     earlier iterations would be state to save.
     """
     t = plan.topology
+    fp8: dict[str, str] = {}
     if t.precision == "fp8":
         fp8 = {"fp8": "hybrid", "fp8_recipe": "tensorwise"}
-    else:
-        fp8 = {}
     if fp8 or t.overlap_tp or plan.run.fused == "te":
         kind = "transformer_engine"
     else:
