@@ -337,8 +337,7 @@ def build_chunks(
     """This rank's model chunks (one, or `interleaving` of them) in the initial state, on this
     rank's device.
     """
-    count = plan.topology.interleaving
-    stages: Iterable[int | None] = range(count) if count > 1 else [None]
+    stages = range(plan.topology.interleaving)
     models = [empty_chunk(plan, settings, stage, layer) for stage in stages]
     for model in models:
         fill_parameters(canonical_parameters(model, plan.shape.tied_embeddings), plan)
@@ -348,17 +347,14 @@ def build_chunks(
 def empty_chunk(
     plan: Plan,
     settings: TransformerConfig,
-    vp_stage: int | None = None,
+    vp_stage: int = 0,
     layer: ModuleSpec | None = None,
 ) -> GPTModel:
     """Chunk `vp_stage` of this pipeline rank, not initialized, with the embedding or the head where
     due.
     """
     shape = plan.shape
-    if vp_stage is None:
-        stage = {}
-    else:
-        stage = {"ignore_virtual": False, "vp_stage": vp_stage}
+    stage = {"ignore_virtual": False, "vp_stage": vp_stage}
     layers = [layer or layer_spec(shape, settings)] * get_num_layers_to_build(settings, vp_stage)
     model = GPT(
         config=settings,
