@@ -2,6 +2,7 @@
 engine.
 """
 
+import itertools
 import json
 import sys
 from collections.abc import Mapping
@@ -90,7 +91,4 @@ def _problem(path: Path, manifest: Mapping[str, Any], world: World) -> str:
             fault = checkpoints.fault(path, name, checksum)
             if fault:
                 faults.append(fault)
-    for faults_of_rank in gather_values(world, faults):
-        for fault in faults_of_rank:
-            return fault
-    return ""
+    return next(itertools.chain(*gather_values(world, faults)), "")

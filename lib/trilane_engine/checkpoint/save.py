@@ -110,11 +110,10 @@ class Saver:
         name = checkpoints.name_of(batch.number)
         states = self._engine.states
         try:
-            temporary = call_on_first(self._world, lambda: _temporary_folder(self._root, name))
+            folder = call_on_first(self._world, lambda: _temporary_folder(self._root, name))
         except OSError as error:
             seconds = time.perf_counter() - begin
             return Saved(name=name, seconds=seconds, stall_s=seconds, problem=f"{error.strerror}")
-        folder = Path(temporary)
         parts = read_marked(states, self._copy.take)
         prints = fingerprint(self._plan, self._world, self._engine, batch.number, upcoming)
         prints["parts"] = parts
@@ -234,14 +233,14 @@ class HostCopy:
             self.held[number, kind].copy_(values)
 
 
-def _temporary_folder(root: Path, name: str) -> str:
+def _temporary_folder(root: Path, name: str) -> Path:
     """A new temporary folder next to the checkpoints; removes what killed saves left."""
     temporary = root / f".{name}.{secrets.token_hex(4)}"
     root.mkdir(exist_ok=True)
     for path in checkpoints.leftovers(root):
         shutil.rmtree(path)
     temporary.mkdir()
-    return str(temporary)
+    return temporary
 
 
 def _publish(

@@ -74,9 +74,10 @@ def traced(plan: Plan) -> Trace:
         layers = int(stage_layers_at(columns, stage))
         first_of.setdefault((stage == 0, stage == last, layers), stage)
     chosen = list(first_of.values())
+    layers_of = [layers for _, _, layers in first_of]
     # as many workers as stages: each takes one; the first that dies ends all with an error
     with ProcessPoolExecutor(len(chosen), context("fork")) as pool:
-        stages = pool.map(rank.trace_rank, [plan] * len(chosen), chosen)
+        stages = pool.map(rank.trace_rank, [plan] * len(chosen), chosen, layers_of)
     return Trace(
         plan=plan.id,
         engine=plan.engine,

@@ -12,8 +12,6 @@ import torch
 
 from trilane.config.parallelism import Topology
 from trilane.config.plan import Plan
-from trilane.costmodel.columns import columns_of
-from trilane.costmodel.memory import stage_layers_at
 from trilane.costmodel.trace import Collective, TracedStage
 from trilane_engine.backends.base import Engine, Microbatch, build
 from trilane_engine.patches import fake_tensor
@@ -21,8 +19,8 @@ from trilane_engine.trace import world as fake
 from trilane_engine.trace.recorder import ACTIVATIONS, STATES, TEMPORARY, Recorder
 
 
-def trace_rank(plan: Plan, stage: int) -> TracedStage:
-    """The first rank of a stage over an iteration of all microbatches.
+def trace_rank(plan: Plan, stage: int, layers: int) -> TracedStage:
+    """The first rank of a stage, which has so many layers, over an iteration of all microbatches.
 
     Two iterations are counted, of few microbatches and of as many as fill the pipeline: what is
     theirs is linear in microbatches, so that the rest follows. An iteration before them makes the
@@ -48,7 +46,6 @@ def trace_rank(plan: Plan, stage: int) -> TracedStage:
     totals = {
         name: value + more * (value - before[name]) for name, value in recorder.totals.items()
     }
-    layers = int(stage_layers_at(columns_of(plan.shape, t), stage))
     return _stage(recorder, totals, stage=stage, rank=rank, layers=layers)
 
 
