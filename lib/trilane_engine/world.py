@@ -13,7 +13,7 @@ import torch.distributed as dist
 from trilane.config.engines import shows_gpu
 from trilane.config.plan import Plan
 from trilane.utils.frozen import frozen
-from trilane.utils.process import held_port
+from trilane.utils.process import core_numbers, held_port
 from trilane.utils.validation import HostError, require, shown
 from trilane_engine.torchrun import WAIT_S
 
@@ -174,15 +174,6 @@ def own_device(precision: str) -> torch.device:
         rule = "builds for CUDA 12.6 know cards before 7.5, as `make venv CUDA=126` installs"
         raise HostError(f"torch={torch.__version__}: {why}; {rule}")
     return torch.device("cuda", number)
-
-
-def core_numbers() -> set[int]:
-    """The CPU cores that this process may use; counted from 0 where the system does not report
-    them.
-    """
-    if hasattr(os, "sched_getaffinity"):
-        return os.sched_getaffinity(0)
-    return set(range(os.cpu_count() or 1))
 
 
 def _share_cores(local_size: int) -> None:

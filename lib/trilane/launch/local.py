@@ -139,9 +139,7 @@ def environment(processes: int) -> dict[str, str]:
     """The environment of `processes` children: cores divided among them, gloo on the loopback, this
     trilane first.
     """
-    cores = os.cpu_count() or 1
-    if hasattr(os, "sched_getaffinity"):
-        cores = len(os.sched_getaffinity(0))
+    cores = len(process.core_numbers())
     paths = [str(Path(__file__).parents[2])]
     paths += filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
     changes = {

@@ -191,6 +191,15 @@ def allow_open_files() -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(65_536, hard)), hard))
 
 
+def core_numbers() -> set[int]:
+    """The CPU cores that this process may use; counted from 0 where the system does not report
+    them.
+    """
+    if hasattr(os, "sched_getaffinity"):
+        return os.sched_getaffinity(0)
+    return set(range(os.cpu_count() or 1))
+
+
 @contextlib.contextmanager
 def held_port() -> Iterator[int]:
     """A free port of the loopback, for a child that listens there."""

@@ -18,6 +18,7 @@ from typing import Any
 
 from trilane.config.cluster import Cluster, Gpu
 from trilane.utils.files import write_new
+from trilane.utils.process import core_numbers
 from trilane.utils.validation import print_refusal, require, require_new, to_mapping
 
 PROCESSES = 8  # of a machine without GPUs
@@ -102,7 +103,7 @@ def measured(world: Any, context: float, name: str, processes: int) -> Cluster:
     import torch
 
     from trilane_engine.bench.rates import of_device
-    from trilane_engine.world import core_numbers, gather_values
+    from trilane_engine.world import gather_values
 
     hosts = gather_values(world, platform.node())
     of_host = hosts.count(hosts[world.rank])

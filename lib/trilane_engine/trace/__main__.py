@@ -2,7 +2,6 @@
 beside it, print it.
 """
 
-import json
 import os
 import sys
 from concurrent.futures import BrokenExecutor, ProcessPoolExecutor
@@ -27,7 +26,7 @@ def main(argv: list[str]) -> int:
         require_traceable(plan)
         file = trace_file(plan, path)
         trace = traced(plan)
-        print(json.dumps(trace.to_json(), indent=1) if options else text(trace), flush=True)
+        print(trace_text(trace).rstrip() if options else text(trace), flush=True)
         replace_text(file, trace_text(trace))
         return 0
     except ValueError as error:
