@@ -25,11 +25,10 @@ from trilane.costmodel.shipped import calibration_for
 from trilane.planning.search_result import Candidate, SearchResult, first_per_lane
 from trilane.planning.space import (
     SIZES,
-    Block,
     ParallelSizes,
     Space,
-    block_columns,
     space_for,
+    topology_of,
 )
 from trilane.utils.progress import progress
 from trilane.utils.validation import require_integer
@@ -40,15 +39,11 @@ TOGETHER = 1 << 14  # topologies predicted at once: 128 KiB a column, which stay
 
 
 class Row(NamedTuple):
-    """One topology that can run, with its seconds per sequence: a row of a block."""
+    """One topology that can run, with its seconds per sequence, as numbers of Columns."""
 
     seconds: float
-    block: Block
-    number: int
-
-    @property
-    def lane(self) -> tuple[int, ...]:
-        return self.block.lane
+    numbers: dict[str, float]
+    lane: tuple[int, ...]  # tp, pp and GPUs
 
 
 class _Search:
@@ -81,9 +76,9 @@ class _Search:
         self.refused = Counter[str]()
         self.runnable = 0
 
-    def block(self, sizes: ParallelSizes) -> Block | None:
-        """What no rule refuses of one tp x pp x dp x cp; the refused are counted under the first
-        rule that they break.
+    def block(self, sizes: ParallelSizes) -> dict[str, np.ndarray]:
+        """What no rule refuses of one tp x pp x dp x cp, as numbers of Columns, (R,); the refused
+        are counted under the first rule that they break.
         """
         tp, pp, dp, cp = sizes
         mbs, gbs = self.space.batches(dp)
@@ -108,44 +103,49 @@ class _Search:
             left = int(np.count_nonzero(keep))
             self.refused[f"{field}: {rule}"] += before - left
             if not left:
-                return None
+                break
         point, batch = np.nonzero(keep)
-        return Block(sizes, points, point, batch, mbs, gbs)
+        numbers = {name: column[point] for name, column in points.numbers.items()}
+        for name, size in zip(SIZES, sizes, strict=True):
+            numbers[name] = np.full(len(point), size, float)
+        return {**numbers, "mbs": mbs[batch], "gbs": gbs[batch]}
 
-    def predict(self, blocks: Sequence[Block]) -> None:
+    def predict(self, blocks: Sequence[dict[str, np.ndarray]]) -> None:
         """Predict the topologies of some blocks together, and keep the best of them."""
-        columns = block_columns(self.columns, blocks)
+        rows = {name: np.concatenate([block[name] for block in blocks]) for name in blocks[0]}
+        # what all share is a number, which formulas take faster than an array
+        shared = {name: column[0] for name, column in rows.items() if np.all(column == column[0])}
+        columns = self.columns.changed(**rows | shared | {"gbs": rows["gbs"]})
         memory = memory_bytes(columns, self.cluster, self.memory)
-        lengths = [len(block.point) for block in blocks]
-        starts = np.cumsum([0, *lengths])
         probability = oom_probability(memory, self.cluster, self.memory.spread)
-        probability = np.broadcast_to(probability, starts[-1])
-        runnable = int(np.count_nonzero(probability <= IMPOSSIBLE))
-        self.refused[MEMORY_RULE] += len(probability) - runnable
-        self.runnable += runnable
-        if not runnable:
+        probability = np.broadcast_to(probability, len(rows["gbs"]))
+        fits = np.flatnonzero(probability <= IMPOSSIBLE)
+        self.refused[MEMORY_RULE] += len(probability) - len(fits)
+        self.runnable += len(fits)
+        if not len(fits):
             return
-        each = zip(blocks, np.split(probability, starts[1:-1]), strict=True)
-        fits = np.flatnonzero(np.concatenate([b.worth(p, (SAFE, IMPOSSIBLE)) for b, p in each]))
         columns = columns.take(fits)
-        which = np.repeat(np.arange(len(blocks)), lengths)[fits]
+        rows = {name: column[fits] for name, column in rows.items()}
         seconds = iteration_columns(columns, self.cluster, self.calibration).total / columns.gbs
         is_risky = probability[fits] > SAFE
+        gpus = rows["tp"] * rows["pp"] * rows["dp"] * rows["cp"]
+        lanes = np.array([rows["tp"], rows["pp"], gpus], int)
+        order = np.argsort(seconds, kind="stable")
 
-        def rows(index: np.ndarray) -> list[Row]:
-            return [Row(seconds[i], blocks[which[i]], fits[i] - starts[which[i]]) for i in index]
+        def row(place: int) -> Row:
+            numbers = {name: column[place] for name, column in rows.items()}
+            return Row(seconds[place], numbers, tuple(lanes[:, place].tolist()))
 
         for at_risk, best in self.best.items():
-            index = np.flatnonzero(is_risky == at_risk)
-            index = index[np.argsort(seconds[index], kind="stable")[: self.top]]
-            ranked = sorted([*best, *rows(index)], key=lambda row: row.seconds)
+            index = order[is_risky[order] == at_risk][: self.top]
+            ranked = sorted([*best, *map(row, index)], key=lambda row: row.seconds)
             self.best[at_risk] = ranked[: self.top]
-        kinds = ((which * 4 + columns.zero) * 8 + columns.recompute) * 2 + is_risky
-        order = np.argsort(seconds, kind="stable")
-        index = order[np.unique(kinds[order], return_index=True)[1]]
-        for row, kind in zip(rows(index), kinds[index].tolist(), strict=True):
-            key = (row.lane, kind % 64)
-            self.fastest[key] = min(self.fastest.get(key, row), row, key=lambda row: row.seconds)
+        kinds = np.array([*lanes, rows["zero"], rows["recompute"], is_risky], int)[:, order]
+        kinds, firsts = np.unique(kinds, axis=1, return_index=True)
+        for kind, first in zip(kinds.T.tolist(), order[firsts], strict=True):
+            own = row(first)
+            best = self.fastest.get(tuple(kind), own)
+            self.fastest[tuple(kind)] = min(best, own, key=lambda row: row.seconds)
 
     def run(self) -> SearchResult:
         """All topologies, some thousands at a time; what no rule refuses is predicted."""
@@ -153,9 +153,9 @@ class _Search:
         together = []
         for sizes in progress(able, "search", "size"):
             block = self.block(sizes)
-            if block:
+            if len(block["gbs"]):
                 together.append(block)
-            if sum(len(one.point) for one in together) > TOGETHER:
+            if sum(len(one["gbs"]) for one in together) > TOGETHER:
                 self.predict(together)
                 together = []
         if together:
@@ -173,7 +173,7 @@ class _Search:
         """The best that are at risk, or not; where asked one of each tp x pp x dp."""
         rows = self.best[at_risk]
         if self.distinct:
-            rows = [row for (_, kind), row in self.fastest.items() if kind % 2 == at_risk]
+            rows = [row for (*_, risk), row in self.fastest.items() if risk == at_risk]
             rows = first_per_lane(sorted(rows, key=lambda row: row.seconds))
         return tuple(self.candidates(rows[: self.top]))
 
@@ -185,7 +185,7 @@ class _Search:
         found = []
         kept = self.calibration.kept()
         for row in rows:
-            t = row.block.topology(self.space.fixed, row.number)
+            t = topology_of(self.space.fixed, row.numbers)
             label = label_of(self.shape, self.cluster, t, self.space.engine)
             if len(self.space.gbs) > 1:
                 label += f"-gbs{t.gbs}"

@@ -1,11 +1,11 @@
-"""Space: which topologies a search looks at, in blocks of one tp x pp x dp and all batch sizes."""
+"""Space: which topologies a search looks at."""
 
 import dataclasses
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -18,8 +18,8 @@ from trilane.config.engines import (
 )
 from trilane.config.model import ModelShape
 from trilane.config.options import changed, check_field, read_field
-from trilane.config.parallelism import Topology
-from trilane.costmodel.columns import Columns, number_of
+from trilane.config.parallelism import CHOICES, Topology
+from trilane.costmodel.columns import number_of
 from trilane.utils.frozen import frozen
 from trilane.utils.tables import Record
 from trilane.utils.validation import require, require_known
@@ -46,28 +46,18 @@ def divisors(n: int) -> list[int]:
 
 
 class Points:
-    """What topologies are apart from their parallel sizes and batch sizes: rows of VARIED, each way
-    to deal and recompute layers with each of the `count` combinations of other choices.
+    """What topologies are apart from their parallel sizes and batch sizes: rows of VARIED.
 
-    `values` are those of VARIED, (P, 1), and `numbers` those of Columns, (P,); `ladders` are the
-    runs of such ways that differ in a rising number of recomputed layers alone.
+    `values` are those of VARIED, (P, 1), and `numbers` those of Columns, (P,).
     """
 
-    def __init__(self, stages: Sequence[tuple[Any, ...]], others: Sequence[tuple[Any, ...]]):
-        self.count = len(others)
-        self.rows = [(*stage, *other) for stage in stages for other in others]
+    def __init__(self, rows: Sequence[tuple[Any, ...]]):
+        self.rows = rows
         self.values = dict[str, np.ndarray]()
         self.numbers = dict[str, np.ndarray]()
-        for name, column in zip(VARIED, zip(*self.rows, strict=True), strict=True):
+        for name, column in zip(VARIED, zip(*rows, strict=True), strict=True):
             self.values[name] = np.array(column)[:, None]
             self.numbers[name] = np.array([number_of(name, value) for value in column], float)
-        self.ladders = list[tuple[int, int]]()
-        end = 0
-        for (*_, recompute), steps in itertools.groupby(stages, lambda stage: stage[:-1]):
-            start = end
-            end += len([*steps])
-            if recompute == "block":
-                self.ladders.append((start, end))
 
 
 @frozen
@@ -149,12 +139,11 @@ class Space(Record):
         if has_tp and is_card and "sequence_parallel" not in self.pins:
             others[1] = (True,)
         free = [row for row in itertools.product(*others) if self._is_useful(row)]
-        stages = [
-            (*stage, *again)
-            for stage, layers in self._stages(shape, pp)
-            for again in self._recomputed(layers)
-        ]
-        return Points(stages, free)
+        rows = []
+        for stage, layers in self._stages(shape, pp):
+            for again, other in itertools.product(self._recomputed(layers), free):
+                rows.append((*stage, *again, *other))
+        return Points(rows)
 
     def _values(self, name: str, has_tp: bool, has_dp: bool) -> tuple[Any, ...]:
         """The values of a choice; without what it is about there is no other than the first."""
@@ -288,61 +277,12 @@ def _tuple(value: Any) -> tuple[Any, ...]:
     return (value,)
 
 
-class Block(NamedTuple):
-    """Topologies of one tp x pp x dp x cp, R rows: of each its number among the points and among
-    the batch sizes, of which there are B.
-    """
-
-    sizes: ParallelSizes
-    points: Points
-    point: np.ndarray
-    batch: np.ndarray
-    mbs: np.ndarray
-    gbs: np.ndarray
-
-    @property
-    def lane(self) -> tuple[int, ...]:
-        """tp, pp and GPUs."""
-        return *self.sizes[:2], math.prod(self.sizes)
-
-    def topology(self, fixed: Topology, row: int) -> Topology:
-        """One of them."""
-        values: dict[str, Any] = dict(zip(SIZES, self.sizes, strict=True))
-        values |= zip(VARIED, self.points.rows[self.point[row]], strict=True)
-        values["mbs"] = int(self.mbs[self.batch[row]])
-        values["gbs"] = int(self.gbs[self.batch[row]])
-        return dataclasses.replace(fixed, **values)
-
-    def worth(self, probability: np.ndarray, limits: Sequence[float]) -> np.ndarray:
-        """Which rows may be the fastest within one of the limits of P(OOM): of those that differ in
-        their recomputed layers alone, the one with the fewest, (R,).
-        """
-        count = self.points.count
-        stage, other = np.divmod(self.point, count)
-        place = stage, other * len(self.mbs) + self.batch
-        table = np.full((len(self.points.rows) // count, count * len(self.mbs)), 2.0)
-        table[place] = probability
-        found = table <= max(limits)
-        for start, end in self.points.ladders:
-            found[start:end] = False
-            for limit in limits:
-                fits = table[start:end] <= limit
-                columns = np.flatnonzero(fits.any(0))
-                found[start + fits.argmax(0)[columns], columns] = True
-        return found[place]
-
-
-def block_columns(fixed: Columns, blocks: Sequence[Block]) -> Columns:
-    """The rows of some blocks, one after the other, as Columns; what is `fixed` or all share stays
-    a number.
-    """
-    columns = {}
-    for number, name in enumerate(SIZES):
-        columns[name] = [np.full(len(b.point), b.sizes[number], float) for b in blocks]
-    for name in VARIED:
-        columns[name] = [b.points.numbers[name][b.point] for b in blocks]
-    whole = {name: np.concatenate(parts) for name, parts in columns.items()}
-    shared = {n: v[0] for n, v in whole.items() if np.all(v == v[0])}
-    mbs = np.concatenate([b.mbs[b.batch] for b in blocks])
-    gbs = np.concatenate([b.gbs[b.batch] for b in blocks])
-    return fixed.changed(**whole | shared, mbs=mbs, gbs=gbs)
+def topology_of(fixed: Topology, numbers: Mapping[str, float]) -> Topology:
+    """The topology with these fields, which are numbers as in Columns."""
+    values: dict[str, Any] = {}
+    for name, number in numbers.items():
+        if name in CHOICES:
+            values[name] = CHOICES[name][int(number)]
+        else:
+            values[name] = type(getattr(fixed, name))(number)
+    return dataclasses.replace(fixed, **values)
