@@ -69,7 +69,7 @@ def test_plain_loops_refuse_each_topology_by_the_first_rule_that_it_breaks():
     space = space_for(shape, A100, gpus=12, gbs=24, **pins)
     for tp, pp, dp, cp in space.sizes():
         rows = space.points(shape, pp, tp > 1, dp * cp > 1).rows
-        for row, mbs in itertools.product(rows, space.batches(dp)[0]):
+        for row, mbs in itertools.product(rows, space.batches(dp)):
             given = dict(zip(VARIED, row, strict=True)) | {"mbs": int(mbs), "gbs": 24}
             given |= {"tp": tp, "pp": pp, "dp": dp, "cp": cp}
             micro = 24 // (int(mbs) * dp)

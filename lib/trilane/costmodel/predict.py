@@ -4,7 +4,7 @@ uncertainty; and the measured rows that it rests on.
 
 import math
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import field
 from pathlib import Path
 from typing import Any
@@ -105,11 +105,6 @@ class Prediction(Record):
 
         return pd.DataFrame([self.numbers])
 
-    def plot(self) -> Any:
-        """Seconds by part, by pandas."""
-        parts = self.to_frame().filter(regex="_s$")
-        return parts.T.plot.barh(legend=False, xlabel="seconds an iteration")
-
     @property
     def is_risky(self) -> bool:
         """Whether it runs out of memory with a probability above SAFE."""
@@ -129,7 +124,7 @@ class Prediction(Record):
 
 
 def predict(
-    plan: Plan | Configuration | Path | str | DataFrame | Mapping[str, Any] | list[Plan],
+    plan: Plan | Configuration | Path | str | DataFrame,
     cluster: Cluster | str | Calibration | None = None,
     calibration: Calibration | str | None = None,
 ) -> Any:
@@ -146,8 +141,7 @@ def predict(
 
     Of each row of a DataFrame, in the columns of measured_rows.read_rows(): the frame with
     predicted_sec_per_it and its 90 % interval predicted_sec_lo and predicted_sec_hi,
-    predicted_memory_gib, oom_probability, and the `reason` why a row cannot run, "" where it can. A
-    dictionary is such a row; of a list of plans a frame with a row of numbers for each.
+    predicted_memory_gib, oom_probability, and the `reason` why a row cannot run, "" where it can.
     """
     machine = None
     if isinstance(cluster, Calibration):
@@ -166,13 +160,6 @@ def predict(
             dropout=plan.dropout,
         )
         return predict_case(case, known)
-    import pandas as pd
-
-    if isinstance(plan, list):
-        each = [{"label": p.label, **predict(p, cluster, calibration).numbers} for p in plan]
-        return pd.DataFrame(each)
-    if isinstance(plan, Mapping):
-        plan = pd.DataFrame([plan])
     for line in ignored_columns(plan):
         warnings.warn(f"predict: ignored {line}", stacklevel=2)
     rows = [_row_numbers(row, calibration) for row in each_row(plan, machine)]

@@ -4,6 +4,7 @@ import functools
 import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from itertools import chain
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -39,7 +40,7 @@ TOGETHER = 1 << 14  # topologies predicted at once: 128 KiB a column, which stay
 
 
 class Row(NamedTuple):
-    """One topology that can run, with its seconds per sequence, as numbers of Columns."""
+    """One topology that can run, as numbers of Columns, with the seconds of an iteration."""
 
     seconds: float
     numbers: dict[str, float]
@@ -70,7 +71,8 @@ class _Search:
         self.best = dict[bool, list[Row]]({False: [], True: []})  # of those at risk: True
         # the fastest of each tp x pp x dp, ZeRO stage and recomputation, and of those at risk
         self.fastest = dict[Any, Row]()
-        self.columns = columns_of(shape, space.fixed, space.engine)
+        self.fixed = replace(space.fixed, gbs=space.gbs)
+        self.columns = columns_of(shape, self.fixed, space.engine)
         self.memory = memory_for(calibration, space.engine, cluster)
         self.points = functools.cache(space.points)
         self.refused = Counter[str]()
@@ -81,12 +83,12 @@ class _Search:
         are counted under the first rule that they break.
         """
         tp, pp, dp, cp = sizes
-        mbs, gbs = self.space.batches(dp)
+        mbs = self.space.batches(dp)
         points = self.points(self.shape, pp, tp > 1, dp * cp > 1, self.cluster.gpu.kind == "cuda")
-        t: Any = SimpleNamespace(**vars(self.space.fixed) | points.values)
-        vars(t).update(zip(SIZES, sizes, strict=True), mbs=mbs, gbs=gbs, gpus=math.prod(sizes))
+        t: Any = SimpleNamespace(**vars(self.fixed) | points.values)
+        vars(t).update(zip(SIZES, sizes, strict=True), mbs=mbs, gpus=math.prod(sizes))
         # a remainder of floats takes four times as long
-        t.microbatches = (gbs / (mbs * dp)).astype(np.int32)
+        t.microbatches = (t.gbs / (mbs * dp)).astype(np.int32)
         keep = np.full((len(points.rows), len(mbs)), True)
         left = keep.size
         for holds, field, rule in chain(
@@ -108,17 +110,17 @@ class _Search:
         numbers = {name: column[point] for name, column in points.numbers.items()}
         for name, size in zip(SIZES, sizes, strict=True):
             numbers[name] = np.full(len(point), size, float)
-        return {**numbers, "mbs": mbs[batch], "gbs": gbs[batch]}
+        return {**numbers, "mbs": mbs[batch]}
 
     def predict(self, blocks: Sequence[dict[str, np.ndarray]]) -> None:
         """Predict the topologies of some blocks together, and keep the best of them."""
         rows = {name: np.concatenate([block[name] for block in blocks]) for name in blocks[0]}
         # what all share is a number, which formulas take faster than an array
         shared = {name: column[0] for name, column in rows.items() if np.all(column == column[0])}
-        columns = self.columns.changed(**rows | shared | {"gbs": rows["gbs"]})
+        columns = self.columns.changed(**rows | shared | {"mbs": rows["mbs"]})
         memory = memory_bytes(columns, self.cluster, self.memory)
         probability = oom_probability(memory, self.cluster, self.memory.spread)
-        probability = np.broadcast_to(probability, len(rows["gbs"]))
+        probability = np.broadcast_to(probability, len(rows["mbs"]))
         fits = np.flatnonzero(probability <= IMPOSSIBLE)
         self.refused[MEMORY_RULE] += len(probability) - len(fits)
         self.runnable += len(fits)
@@ -126,7 +128,7 @@ class _Search:
             return
         columns = columns.take(fits)
         rows = {name: column[fits] for name, column in rows.items()}
-        seconds = iteration_columns(columns, self.cluster, self.calibration).total / columns.gbs
+        seconds = iteration_columns(columns, self.cluster, self.calibration).total
         is_risky = probability[fits] > SAFE
         gpus = rows["tp"] * rows["pp"] * rows["dp"] * rows["cp"]
         lanes = np.array([rows["tp"], rows["pp"], gpus], int)
@@ -149,13 +151,13 @@ class _Search:
 
     def run(self) -> SearchResult:
         """All topologies, some thousands at a time; what no rule refuses is predicted."""
-        able = [sizes for sizes in self.space.sizes() if len(self.space.batches(sizes[2])[0])]
+        able = [sizes for sizes in self.space.sizes() if len(self.space.batches(sizes[2]))]
         together = []
         for sizes in progress(able, "search", "size"):
             block = self.block(sizes)
-            if len(block["gbs"]):
+            if len(block["mbs"]):
                 together.append(block)
-            if sum(len(one["gbs"]) for one in together) > TOGETHER:
+            if sum(len(one["mbs"]) for one in together) > TOGETHER:
                 self.predict(together)
                 together = []
         if together:
@@ -185,10 +187,8 @@ class _Search:
         found = []
         kept = self.calibration.kept()
         for row in rows:
-            t = topology_of(self.space.fixed, row.numbers)
+            t = topology_of(self.fixed, row.numbers)
             label = label_of(self.shape, self.cluster, t, self.space.engine)
-            if len(self.space.gbs) > 1:
-                label += f"-gbs{t.gbs}"
             plan = Plan(
                 label=label,
                 topology=t,
@@ -206,7 +206,7 @@ def search(
     cluster: Cluster | str,
     *,
     gpus: int | Sequence[int],
-    gbs: int | Sequence[int],
+    gbs: int,
     engine: str = ENGINES[0],
     calibration: Calibration | str | None = None,
     top: int = 200,

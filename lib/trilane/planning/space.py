@@ -62,7 +62,7 @@ class Points:
 
 @frozen
 class Space(Record):
-    """The topologies of some GPU counts and global batch sizes.
+    """The topologies of some GPU counts, of one global batch size.
 
     pins    values of Topology's fields that a search varies; what is not named may take every value
             that makes sense
@@ -73,14 +73,14 @@ class Space(Record):
     """
 
     gpus: tuple[int, ...]
-    gbs: tuple[int, ...]
+    gbs: int
     pins: Mapping[str, tuple[Any, ...]] = dataclasses.field(default_factory=dict)
     fixed: Topology = dataclasses.field(default_factory=lambda: Topology(precision="bf16"))
     engine: str = ENGINES[0]
 
     def __post_init__(self) -> None:
         require_known("engine", self.engine, ENGINES)
-        for name, values in {"gpus": self.gpus, "gbs": self.gbs, **self.pins}.items():
+        for name, values in {"gpus": self.gpus, "gbs": (self.gbs,), **self.pins}.items():
             require(len(values) > 0, name, "()", "needs at least one value")
             for value in values:
                 check_field(Topology, "dp" if name == "gpus" else name, value)
@@ -116,18 +116,12 @@ class Space(Record):
         usual = (1,) if name == "cp" and self.engine != ENGINES[0] else divisors(ranks)
         return [size for size in self.pins.get(name, usual) if ranks % size == 0]
 
-    def batches(self, dp: int) -> tuple[np.ndarray, np.ndarray]:
-        """Every (mbs, gbs) with gbs a multiple of mbs x dp, as two arrays."""
-        mbs = []
-        gbs = []
-        for batch in self.gbs:
-            if batch % dp:
-                continue
-            for size in self.pins.get("mbs") or divisors(batch // dp):
-                if batch % (size * dp) == 0:
-                    mbs.append(size)
-                    gbs.append(batch)
-        return np.array(mbs, float), np.array(gbs, float)
+    def batches(self, dp: int) -> np.ndarray:
+        """Every mbs of which mbs x dp divides gbs."""
+        if self.gbs % dp:
+            return np.array([])
+        sizes = self.pins.get("mbs") or divisors(self.gbs // dp)
+        return np.array([size for size in sizes if self.gbs % (size * dp) == 0], float)
 
     def points(
         self, shape: ModelShape, pp: int, has_tp: bool, has_dp: bool, is_card: bool = True
@@ -211,7 +205,7 @@ def space_for(
     cluster: Cluster,
     *,
     gpus: int | Sequence[int],
-    gbs: int | Sequence[int],
+    gbs: int,
     engine: str = ENGINES[0],
     **choices: Any,
 ) -> Space:
@@ -247,7 +241,7 @@ def space_for(
         else:
             settings[name] = value
     fixed = Topology(**settings)
-    return Space(gpus=_tuple(gpus), gbs=_tuple(gbs), engine=engine, pins=pins, fixed=fixed)
+    return Space(gpus=_tuple(gpus), gbs=gbs, engine=engine, pins=pins, fixed=fixed)
 
 
 def read_choices(**texts: str) -> dict[str, Any]:
