@@ -12,7 +12,7 @@ from trilane.config.cluster import Cluster
 from trilane.costmodel.calibration import FACTOR, WIDEST, Calibration, Configuration, Regime
 from trilane.costmodel.columns import Columns, columns_of
 from trilane.costmodel.constants import BOUNDS, GIVEN, Constants
-from trilane.costmodel.iteration import iteration_columns, iteration_time
+from trilane.costmodel.iteration import iteration_columns
 from trilane.utils.frozen import frozen
 from trilane.utils.tables import grouped
 
@@ -276,12 +276,7 @@ def row_errors(
     cases: Sequence[Configuration], measured: Sequence[float], calibration: Calibration
 ) -> np.ndarray:
     """ln(predicted / measured) of runs by the constants of their days, (N,)."""
-    errors = []
-    for case, seconds in zip(cases, measured, strict=True):
-        on_day = calibration.on(case.day, case.topology.gpus)
-        columns = columns_of(case.shape, case.topology, case.engine)
-        errors.append(np.log(iteration_time(columns, case.cluster, on_day).total / seconds))
-    return np.array(errors)
+    return _Problem(cases, measured, calibration).before
 
 
 def log_constants(calibration: Calibration) -> np.ndarray:

@@ -142,7 +142,5 @@ def _place(number: int, stages: int, chunks: int) -> tuple[int, int]:
     """Microbatch and chunk of a stage's pass by number: rounds of p microbatches, chunk after
     chunk.
     """
-    if chunks == 1:
-        return number, 0
     turn, rest = divmod(number, stages * chunks)
     return turn * stages + rest % stages, rest // stages
