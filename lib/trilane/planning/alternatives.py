@@ -34,6 +34,7 @@ HELD = [
 class Case(Record):
     """A plan and circumstances under which it runs, simulated."""
 
+    kind: str
     name: str
     forecast: Forecast
     note: str = ""
@@ -49,23 +50,22 @@ class Case(Record):
 
 @frozen
 class Cases(Table):
-    """Cases by kind, each forecast by as many simulated runs from one seed."""
+    """Cases, each forecast by as many simulated runs from one seed."""
 
     shown = (
         "case gpus tp pp dp days_p50 gpu_hours_p50 memory_gib oom_probability p_miss_deadline "
         "p_overrun_allocation note"
     )
-    kinds: dict[str, tuple[Case, ...]]
+    rows: tuple[Case, ...]
 
     def to_frame(self) -> DataFrame:
         """A row for each case: its kind, its name, the numbers of Forecast.figures() and a note."""
         import pandas as pd
 
         rows = []
-        for kind, cases in self.kinds.items():
-            for case in cases:
-                numbers = case.forecast.figures()
-                rows.append({"kind": kind, "case": case.name, **numbers, "note": case.note})
+        for case in self.rows:
+            names = {"kind": case.kind, "case": case.name}
+            rows.append({**names, **case.forecast.figures(), "note": case.note})
         return pd.DataFrame(rows)
 
 
@@ -73,7 +73,7 @@ def simulated(name: str, request: ForecastRequest, **changes: Any) -> Case:
     """The request with these changes; ValueError where it cannot run."""
     changed = Forecast(request=replace(request, **changes))
     changed.finish(0.95)  # what cannot be simulated is refused here
-    return Case(name=name, forecast=changed)
+    return Case(kind="what if", name=name, forecast=changed)
 
 
 def searched(base: Forecast, name: str = "", **changes: Any) -> Iterator[Case]:
@@ -99,8 +99,9 @@ def alternatives(base: Forecast) -> Cases:
 
     alternatives(forecast(plan, tokens=341e9)).to_frame()
     """
-    plan = Case(name=base.request.plan.label, forecast=base)
-    return Cases(kinds={"plan": (plan,), "topology": tuple(islice(searched(base), 4))})
+    plan = Case(kind="plan", name=base.request.plan.label, forecast=base)
+    others = [replace(case, kind="topology") for case in islice(searched(base), 4)]
+    return Cases(rows=(plan, *others))
 
 
 def what_ifs(base: Forecast, asked: Sequence[str] = ()) -> Cases:
@@ -127,7 +128,7 @@ def what_ifs(base: Forecast, asked: Sequence[str] = ()) -> Cases:
     with contextlib.suppress(ValueError):
         cases.append(simulated("failures × 2", r, **more_stops))
         cases.append(simulated("the plan 10 % slower", r, risks=slower))
-    return Cases(kinds={"what if": tuple({case.name: case for case in cases}.values())})
+    return Cases(rows=tuple({case.name: case for case in cases}.values()))
 
 
 def asked_case(base: Forecast, text: str) -> Case:
@@ -178,6 +179,6 @@ def levers(base: Forecast) -> Cases:
             for value in sorted(others):
                 with contextlib.suppress(ValueError):  # the card has no such precision
                     cases.append(asked_case(base, f"{choice}={value}"))
-    cases = [replace(case, note=case.difference(base)) for case in cases]
+    cases = [replace(case, kind="held fixed", note=case.difference(base)) for case in cases]
     cases.sort(key=Case.hours)
-    return Cases(kinds={"held fixed": tuple(cases)})
+    return Cases(rows=tuple(cases))

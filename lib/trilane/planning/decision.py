@@ -100,12 +100,12 @@ class Decision(Table):
     @property
     def plan(self) -> Case:
         """The plan as asked."""
-        return self.alternatives.kinds["plan"][0]
+        return self.alternatives.rows[0]
 
     @cached_property
     def best(self) -> Case:
         """The fastest of the plan and of a search by its choices."""
-        cases = (self.plan, *self.alternatives.kinds["topology"])
+        cases = self.alternatives.rows
         return min(cases, key=lambda case: case.forecast.request.prediction.sec_per_it)
 
     @cached_property
@@ -118,7 +118,7 @@ class Decision(Table):
         """
         failed, _, hours, days = self._rank(self.plan)
         better = []
-        for other in self.alternatives.kinds["topology"]:
+        for other in self.alternatives.rows[1:]:
             rank = self._rank(other)
             saves = rank[0] == failed and rank[2] < (1 - TIE) * hours and rank[3] <= days
             if rank[0] < failed or saves:
@@ -177,7 +177,7 @@ class Decision(Table):
             lines.append(f"{self.chosen.name}: {more} relative to the plan asked for, predicted")
         usual = f"the plan keeps every limit; no other topology saves {chance(TIE)}"
         lines = lines or [usual]
-        for lever in self.levers.kinds["held fixed"][:1]:
+        for lever in self.levers.rows[:1]:
             if lever.hours() < (1 - TIE) * self.chosen.hours():
                 lines.append(f"the largest lever: {lever.name}, {lever.note}")
         return Lines(lines)
@@ -199,7 +199,7 @@ class Decision(Table):
             name = self.chosen.name
             lines.append(f"a benchmark of {name} before the start: its advantage is only predicted")
         if _failures(self.chosen):
-            able = [case for case in self.levers.kinds["held fixed"] if not _failures(case)]
+            able = [case for case in self.levers.rows if not _failures(case)]
             lines += [f"{case.name}, which keeps every limit" for case in able[:1]]
         return Lines(lines or ["a benchmark that contradicts the prediction"])
 
@@ -288,11 +288,9 @@ class Decision(Table):
         """A row for each case on the page: its kind, its name, and the numbers of
         Forecast.figures().
         """
-        kinds: dict[str, tuple[Case, ...]]
-        kinds = {"recommended": (self.chosen,), "fastest": (self.best,)}
-        for cases in (self.alternatives, self.levers, self.what_ifs):
-            kinds |= cases.kinds
-        return Cases(kinds=kinds).to_frame()
+        first = replace(self.chosen, kind="recommended"), replace(self.best, kind="fastest")
+        others = (*self.alternatives.rows, *self.levers.rows, *self.what_ifs.rows)
+        return Cases(rows=(*first, *others)).to_frame()
 
     def view(self) -> DataFrame:
         """The three columns."""
