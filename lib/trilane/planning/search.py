@@ -14,7 +14,7 @@ import numpy as np
 from trilane.config.cluster import Cluster
 from trilane.config.engines import ENGINES, engine_rules, label_of
 from trilane.config.model import ModelShape
-from trilane.config.parallelism import Topology, cluster_rules, shape_rules, size_rules
+from trilane.config.parallelism import CHOICES, Topology, cluster_rules, shape_rules, size_rules
 from trilane.config.plan import Plan
 from trilane.config.shapes import read_shape
 from trilane.costmodel.calibration import Calibration
@@ -29,22 +29,39 @@ from trilane.planning.space import (
     ParallelSizes,
     Space,
     space_for,
-    topology_of,
 )
 from trilane.utils.progress import progress
 from trilane.utils.validation import require_integer
 from trilane.workspace.study import load_cluster
 
 MEMORY_RULE = "memory must fit the card"
-TOGETHER = 1 << 14  # topologies predicted at once: 128 KiB a column, which stays in the cache
 
 
 class Row(NamedTuple):
-    """One topology that can run, as numbers of Columns, with the seconds of an iteration."""
+    """One topology that can run, with the seconds of an iteration: a place in the numbers of its
+    tp x pp x dp x cp.
+    """
 
     seconds: float
-    numbers: dict[str, float]
-    lane: tuple[int, ...]  # tp, pp and GPUs
+    sizes: ParallelSizes
+    numbers: dict[str, np.ndarray]
+    place: int
+
+    @property
+    def lane(self) -> tuple[int, ...]:
+        """tp, pp and GPUs."""
+        return *self.sizes[:2], math.prod(self.sizes)
+
+    def topology(self, fixed: Topology) -> Topology:
+        """The topology itself: a word is its place among the choices, as in Columns."""
+        values: dict[str, Any] = dict(zip(SIZES, self.sizes, strict=True))
+        for name, column in self.numbers.items():
+            number = column[self.place]
+            if name in CHOICES:
+                values[name] = CHOICES[name][int(number)]
+            else:
+                values[name] = type(getattr(fixed, name))(number)
+        return replace(fixed, **values)
 
 
 class _Search:
@@ -108,60 +125,41 @@ class _Search:
                 break
         point, batch = np.nonzero(keep)
         numbers = {name: column[point] for name, column in points.numbers.items()}
-        for name, size in zip(SIZES, sizes, strict=True):
-            numbers[name] = np.full(len(point), size, float)
         return {**numbers, "mbs": mbs[batch]}
 
-    def predict(self, blocks: Sequence[dict[str, np.ndarray]]) -> None:
-        """Predict the topologies of some blocks together, and keep the best of them."""
-        rows = {name: np.concatenate([block[name] for block in blocks]) for name in blocks[0]}
-        # what all share is a number, which formulas take faster than an array
-        shared = {name: column[0] for name, column in rows.items() if np.all(column == column[0])}
-        columns = self.columns.changed(**rows | shared | {"mbs": rows["mbs"]})
+    def predict(self, sizes: ParallelSizes, numbers: dict[str, np.ndarray]) -> None:
+        """Predict what block() left of these sizes, and keep the best of it."""
+        columns = self.columns.changed(**dict(zip(SIZES, sizes, strict=True)), **numbers)
         memory = memory_bytes(columns, self.cluster, self.memory)
         probability = oom_probability(memory, self.cluster, self.memory.spread)
-        probability = np.broadcast_to(probability, len(rows["mbs"]))
         fits = np.flatnonzero(probability <= IMPOSSIBLE)
         self.refused[MEMORY_RULE] += len(probability) - len(fits)
         self.runnable += len(fits)
-        if not len(fits):
-            return
         columns = columns.take(fits)
-        rows = {name: column[fits] for name, column in rows.items()}
         seconds = iteration_columns(columns, self.cluster, self.calibration).total
         is_risky = probability[fits] > SAFE
-        gpus = rows["tp"] * rows["pp"] * rows["dp"] * rows["cp"]
-        lanes = np.array([rows["tp"], rows["pp"], gpus], int)
         order = np.argsort(seconds, kind="stable")
+        kinds = (columns.zero * 8 + columns.recompute) * 2 + is_risky
 
-        def row(place: int) -> Row:
-            numbers = {name: column[place] for name, column in rows.items()}
-            return Row(seconds[place], numbers, tuple(lanes[:, place].tolist()))
+        def row(n: int) -> Row:
+            return Row(seconds[n], sizes, numbers, fits[n])
 
         for at_risk, best in self.best.items():
-            index = order[is_risky[order] == at_risk][: self.top]
-            ranked = sorted([*best, *map(row, index)], key=lambda row: row.seconds)
+            own = order[is_risky[order] == at_risk][: self.top]
+            ranked = sorted([*best, *map(row, own)], key=lambda row: row.seconds)
             self.best[at_risk] = ranked[: self.top]
-        kinds = np.array([*lanes, rows["zero"], rows["recompute"], is_risky], int)[:, order]
-        kinds, firsts = np.unique(kinds, axis=1, return_index=True)
-        for kind, first in zip(kinds.T.tolist(), order[firsts], strict=True):
-            own = row(first)
-            best = self.fastest.get(tuple(kind), own)
-            self.fastest[tuple(kind)] = min(best, own, key=lambda row: row.seconds)
+        for kind, first in zip(*np.unique(kinds[order], return_index=True), strict=True):
+            new = row(order[first])
+            rival = self.fastest.get((new.lane, kind), new)
+            self.fastest[new.lane, kind] = min(rival, new, key=lambda row: row.seconds)
 
     def run(self) -> SearchResult:
-        """All topologies, some thousands at a time; what no rule refuses is predicted."""
+        """All topologies; what no rule refuses is predicted."""
         able = [sizes for sizes in self.space.sizes() if len(self.space.batches(sizes[2]))]
-        together = []
         for sizes in progress(able, "search", "size"):
-            block = self.block(sizes)
-            if len(block["mbs"]):
-                together.append(block)
-            if sum(len(one["mbs"]) for one in together) > TOGETHER:
-                self.predict(together)
-                together = []
-        if together:
-            self.predict(together)
+            numbers = self.block(sizes)
+            if len(numbers["mbs"]):
+                self.predict(sizes, numbers)
         return SearchResult(
             space=self.space,
             rows=self.ranked(False),
@@ -175,7 +173,7 @@ class _Search:
         """The best that are at risk, or not; where asked one of each tp x pp x dp."""
         rows = self.best[at_risk]
         if self.distinct:
-            rows = [row for (*_, risk), row in self.fastest.items() if risk == at_risk]
+            rows = [row for (_, kind), row in self.fastest.items() if kind % 2 == at_risk]
             rows = first_per_lane(sorted(rows, key=lambda row: row.seconds))
         return tuple(self.candidates(rows[: self.top]))
 
@@ -187,7 +185,7 @@ class _Search:
         found = []
         kept = self.calibration.kept()
         for row in rows:
-            t = topology_of(self.fixed, row.numbers)
+            t = row.topology(self.fixed)
             label = label_of(self.shape, self.cluster, t, self.space.engine)
             plan = Plan(
                 label=label,

@@ -18,7 +18,7 @@ from trilane.config.engines import (
 )
 from trilane.config.model import ModelShape
 from trilane.config.options import changed, check_field, read_field
-from trilane.config.parallelism import CHOICES, Topology
+from trilane.config.parallelism import Topology
 from trilane.costmodel.columns import number_of
 from trilane.utils.frozen import frozen
 from trilane.utils.tables import Record
@@ -269,14 +269,3 @@ def _tuple(value: Any) -> tuple[Any, ...]:
     if isinstance(value, (tuple, list, range)):
         return tuple(value)
     return (value,)
-
-
-def topology_of(fixed: Topology, numbers: Mapping[str, float]) -> Topology:
-    """The topology with these fields, which are numbers as in Columns."""
-    values: dict[str, Any] = {}
-    for name, number in numbers.items():
-        if name in CHOICES:
-            values[name] = CHOICES[name][int(number)]
-        else:
-            values[name] = type(getattr(fixed, name))(number)
-    return dataclasses.replace(fixed, **values)
