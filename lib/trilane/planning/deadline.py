@@ -10,7 +10,6 @@ from typing import Any
 
 from trilane.config.cluster import Cluster
 from trilane.config.engines import ENGINES, default_precision
-from trilane.config.model import ModelShape
 from trilane.planning.size_request import ANY, MOST, SizeRequest
 from trilane.planning.sizing import SHOWN, Proposal, Proposals, fastest, proposed, survey
 from trilane.utils.frozen import frozen
@@ -91,7 +90,7 @@ def _largest(r: SizeRequest, days: float) -> Proposal | None:
     if not best:
         return None
     above = replace(r, parameters=low * (1 + r.tolerance))  # low itself is the least of these
-    rows = _ended(survey(above), days)[:12] or best
+    rows = _ended(survey(above).rows, days)[:12] or best
     return max(rows, key=lambda p: p.shape.parameters)
 
 
@@ -113,9 +112,9 @@ def _computed(request: SizeRequest, days: float) -> float:
     return 2 * peak * days * 86400 / 6 / request.tokens_of(1.0)
 
 
-def _ended(proposals: Proposals, days: float) -> list[Proposal]:
+def _ended(proposals: Sequence[Proposal], days: float) -> list[Proposal]:
     """Those that nine of ten runs end in time, without a risk of memory."""
-    able = [p for p in proposals.rows if not p.prediction.is_risky]
+    able = [p for p in proposals if not p.prediction.is_risky]
     return [p for p in able if p.costs["days_p90"] <= days]
 
 
@@ -132,10 +131,10 @@ def _some_of_size(size: float, request: SizeRequest, days: float) -> list[Propos
     # one engine after the other: most often the first ends
     engines = ENGINES if request.engine == ANY else (request.engine,)
     for shape, engine in product(middle[:MIDDLE_WIDTHS], engines):
-        found = survey(replace(near, engine=engine), [shape])
-        ended = _ended(found, days)
+        rows = survey(replace(near, engine=engine), [shape]).rows
+        ended = _ended(rows, days)
         # depths that divide badly cost up to a third: where one takes twice the days, none ends
-        if ended or (found.rows and found.rows[0].costs["days_p90"] > 2 * days):
+        if ended or (rows and rows[0].costs["days_p90"] > 2 * days):
             return ended
     return []
 
@@ -193,18 +192,11 @@ def best_within(
     for request in requests:
         largest = _largest(request, days)
         if largest:
-            plans = _on(largest.shape, request, 3)
-            plans = [p for p in plans if p.costs["days_p90"] <= days]
-            rows += plans or [largest]
+            plans, _ = fastest(largest.shape, request, 3)
+            rows += _ended([proposed(c.plan, request) for c in plans], days) or [largest]
         else:
             reasons[request.cluster.name] = _why_none(request)
     first = requests[0]
     if rows:
         first = replace(first, parameters=rows[0].shape.parameters)
     return InTime(limit=days, request=first, rows=tuple(rows), reasons=reasons)
-
-
-def _on(shape: ModelShape, request: SizeRequest, count: int) -> list[Proposal]:
-    """The shape on its fastest tp x pp x dp."""
-    candidates, _ = fastest(shape, request, count)
-    return [proposed(c.plan, request) for c in candidates]
