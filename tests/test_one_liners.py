@@ -23,7 +23,7 @@ trilane.search(SMALL, **ON, tp=4)
 trilane.search(config, **ON)
 trilane.predict(found.to_frame()[:3], "jz-v100-32g")
 trilane.predict(plan, "jz-h100")
-trilane.predict(plan).to_frame()
+trilane.predict(plan).numbers
 dataclasses.replace(machine, network_bytes_per_s=5e10)
 trilane.forecast(REPOSITORY / "docs/plan-176b.json", tokens="300B")
 trilane.fit(found.to_frame()[:4].assign(sec_per_it=1.0), "jz-v100-32g")

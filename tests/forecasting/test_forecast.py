@@ -132,7 +132,10 @@ def test_gpus_that_share_sequences_are_counted_and_paid():
         risks=CALM,
     )
     assert found.gpu_hours(0.5) == pytest.approx(24 * 384 * found.days(0.5))
-    assert found.figures()["gpus"] == 8 * found.nodes == 384 and "cp2" in found.facts()["topology"]
+    assert (
+        found.figures()["gpus"] == 8 * found.work.nodes == 384
+        and "cp2" in found.facts()["topology"]
+    )
 
 
 def test_the_sooner_the_deadline_and_the_smaller_the_allocation_the_likelier_they_are_missed():
@@ -224,7 +227,7 @@ def command(tmp_path, capsys):
             "--checkpoint-minutes 6000",
             "undone: such a run would undo most of its work, or lose ten times it",
         ),
-        ("--checkpoint-minutes 0", "checkpoint_minutes=0.0: must be a number above zero"),
+        ("--checkpoint-minutes 0", "checkpoint_minutes=0.0: must be above 0"),
         ("--spare-nodes 5", "spare_nodes=5: must be at most 4, the nodes that the jobs leave free"),
         ("--runs 1000000000", "runs=1000000000: must be at most 100000"),
     ],

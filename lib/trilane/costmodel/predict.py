@@ -37,7 +37,7 @@ from trilane.costmodel.shipped import calibration_for, constants_of, default
 from trilane.costmodel.support import Support, support
 from trilane.utils.frozen import frozen
 from trilane.utils.numbers import with_bounds
-from trilane.utils.tables import DataFrame, Json, Record, as_json
+from trilane.utils.tables import Json, Record, as_json
 from trilane.workspace.study import load_cluster
 
 # probability of running out of memory above which a plan is listed apart, and never recommended
@@ -98,12 +98,6 @@ class Prediction(Record):
         }
         parts = vars(self.time).items()
         return numbers | {f"{part}_s": seconds for part, seconds in parts}
-
-    def to_frame(self) -> DataFrame:
-        """A row: `numbers`."""
-        import pandas as pd
-
-        return pd.DataFrame([self.numbers])
 
     @property
     def is_risky(self) -> bool:

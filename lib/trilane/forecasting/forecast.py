@@ -43,23 +43,19 @@ class Forecast(Table):
         plan = self.request.plan
         plan.cluster.require_spares(self.request.risks.spare_nodes, plan.topology.gpus)
 
-    @property
-    def nodes(self) -> int:
-        """Whole nodes of the plan's GPUs."""
-        plan = self.request.plan
-        return math.ceil(plan.topology.gpus / plan.cluster.gpus_per_node)
-
     @cached_property
     def work(self) -> Work:
         """The pieces as the simulation takes them."""
         r = self.request
         iterations, same = r.pieces
+        gpus = r.plan.topology.gpus
+        cluster = r.plan.cluster
         return Work(
             same=same,
             seconds=iterations * r.seconds[same],
-            gpus=r.plan.topology.gpus,
-            nodes=self.nodes,
-            spare_nodes=r.risks.spares_of(r.plan.cluster.free_nodes(r.plan.topology.gpus)),
+            gpus=gpus,
+            nodes=math.ceil(gpus / cluster.gpus_per_node),
+            spare_nodes=r.risks.spares_of(cluster.free_nodes(gpus)),
         )
 
     @property
@@ -154,7 +150,7 @@ class Forecast(Table):
             "allocation": r.allocation,
             "checkpoint": {"interval_s": r.saving[1], "save_s": r.saving[0]},
             "lost_days": self.lost_days,
-            "nodes": self.nodes,
+            "nodes": self.work.nodes,
             "jobs": math.ceil(self.days(0.5) * 24 / r.risks.job_hours),
             "assumptions": self._assumed(),
         }

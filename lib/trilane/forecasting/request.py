@@ -29,7 +29,6 @@ from trilane.utils.validation import (
     parse_count,
     read_json,
     require,
-    require_positive,
 )
 from trilane.workspace.checkpoints import checkpoint_bytes
 
@@ -74,7 +73,9 @@ class ForecastRequest(Record):
     failures_per_node_year: float | None = option(
         None, "default: 1.8, uncertain by a factor of 2.2"
     )
-    checkpoint_minutes: float | None = option(None, "between checkpoints; default: Daly's optimum")
+    checkpoint_minutes: float | None = option(
+        None, "between checkpoints; default: Daly's optimum", above=0, maximum=525_600
+    )
     spare_nodes: int | None = option(
         None, "nodes in reserve (default: 4, or what the jobs leave free)"
     )
@@ -101,8 +102,8 @@ class ForecastRequest(Record):
         self._read("deadline", lambda text: parse_day("deadline", text), None)
         known = constants_of(plan, self.calibration or "")
         object.__setattr__(self, "calibration", known)
-        object.__setattr__(self, "risks", self._risks())
         check(self)
+        object.__setattr__(self, "risks", self._risks())
         first = (
             self.ramp.start if self.ramp.samples else plan.topology.gbs
         ) * plan.shape.seq_length
@@ -132,9 +133,6 @@ class ForecastRequest(Record):
             model = replace(model, evaluation_every=every, evaluation_iters=run.eval_iters)
         changes: dict[str, Any] = {"spare_nodes": self.spare_nodes, "job_hours": self.job_hours}
         if self.checkpoint_minutes is not None:
-            require_positive("checkpoint_minutes", self.checkpoint_minutes)
-            is_within = self.checkpoint_minutes <= 525_600
-            require(is_within, "checkpoint_minutes", self.checkpoint_minutes, "is above a year")
             changes["checkpoint_s"] = self.checkpoint_minutes * 60
         if self.failures_per_node_year is not None:
             given: dict[str, Any] = {"per_node_year": self.failures_per_node_year}
