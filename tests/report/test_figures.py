@@ -98,9 +98,9 @@ def log(rows=30, first=1, **columns):
     return RunLog(source=Path("a.log"), iterations=table, status="completed", evidence="")
 
 
-def test_a_restart_is_marked_over_the_tokens_before_it():
-    curve = join([log(20), log(20, first=11, lm_loss=5.0)], seq_length=32)
-    loss, norm = losses.curves({"a": curve}, over="tokens").axes
+def test_a_restart_is_marked_at_its_first_iteration():
+    curve = join([log(20), log(20, first=11, lm_loss=5.0)])
+    loss, norm = losses.curves({"a": curve}).axes
     (mark,) = [line for line in loss.lines if line.get_linestyle() == "--"]
-    assert mark.get_xdata()[0] == 11 * 4 * 32 and loss.get_xlabel() == "tokens"
+    assert mark.get_xdata()[0] == 11 and loss.get_xlabel() == "iterations"
     assert norm.get_ylabel() == "gradient norm"

@@ -100,12 +100,9 @@ class MeasuredRuns(Table):
 
     def curves(self) -> dict[str, Curve]:
         """The loss curve of each training among the drawn runs, by the name of its first run."""
-        runs = {id(run.log): run for run in self.drawn if "lm_loss" in run.log.iterations}
-        curves = {}
-        for group in trainings([run.log for run in runs.values()]):
-            first = runs[id(group[0])]
-            curves[first.name] = join(group, first.config.seq_length)
-        return curves
+        names = {id(run.log): run.name for run in self.drawn}
+        logs = [run.log for run in self.drawn if "lm_loss" in run.log.iterations]
+        return {names[id(group[0])]: join(group) for group in trainings(logs)}
 
     def spikes(self) -> Html:
         """Spikes of all trainings, and what their restarts did not continue, as `logs spikes` has

@@ -1,6 +1,4 @@
-"""Curve: the loss of one training over iterations or tokens, its logs joined; its
-level and noise.
-"""
+"""Curve: the loss of one training over its iterations, its logs joined; its level and noise."""
 
 import math
 from collections.abc import Sequence
@@ -61,21 +59,11 @@ class Curve:
     restarts: tuple[Restart, ...]
     validation: pd.DataFrame = field(default_factory=pd.DataFrame)
 
-    def axes(self) -> dict[str, np.ndarray]:
-        """Where each row of `table` is, by iterations, and by tokens where all its rows have
-        them.
-        """
-        axes = {"iterations": self.table["iteration"].to_numpy(float)}
-        if "consumed_tokens" in self.table and self.table["consumed_tokens"].notna().all():
-            axes["tokens"] = self.table["consumed_tokens"].to_numpy(float)
-        return axes
 
+def join(logs: Sequence[RunLog]) -> Curve:
+    """One curve of the logs of one training, in the order in which they ran.
 
-def join(logs: Sequence[RunLog], seq_length: int = 0) -> Curve:
-    """One curve of the logs of one training, in the order in which they ran; with `seq_length` its
-    tokens follow from its samples where the logs do not print them.
-
-        join([read_log("part1.log"), read_log("part2.log")]).axes()["tokens"]
+        join([read_log("part1.log"), read_log("part2.log")]).table["lm_loss"]
 
     A log that begins at an iteration of an earlier log went back to a checkpoint: from there on its
     iterations count. Logs without an iteration that has a number are left out.
@@ -98,10 +86,6 @@ def join(logs: Sequence[RunLog], seq_length: int = 0) -> Curve:
         whole = pd.concat([whole, table])
         last = log
     table = whole.reset_index(drop=True)
-    is_counted = "consumed_samples" in table and "consumed_tokens" not in table
-    is_curriculum = "seq_length" in table and table["seq_length"].nunique() > 1
-    if seq_length and is_counted and not is_curriculum:
-        table["consumed_tokens"] = table["consumed_samples"] * seq_length
     validation = pd.DataFrame()
     for log in logs:
         validation = continued(validation, log, "validation")

@@ -11,7 +11,6 @@ from matplotlib.figure import Figure
 from trilane.analysis.loss_curve import Curve
 from trilane.report.plots.style import COLORS, figure, plain
 from trilane.utils.tables import Text
-from trilane.utils.validation import require_known
 
 # a panel each: the column of a log, and the name of the y axis
 PANELS = {
@@ -23,12 +22,12 @@ SMOOTH = 100  # of the lines one is smoothed over
 FALL = 3.0  # a quantity that changes by this factor has a logarithmic axis
 
 
-def curves(trainings: Mapping[str, Curve], over: str = "iterations") -> Figure | Text:
-    """Loss, gradient norm and learning rate of the trainings, where their logs have them.
+def curves(trainings: Mapping[str, Curve]) -> Figure | Text:
+    """Loss, gradient norm and learning rate of the trainings over their iterations, where their
+    logs have them.
 
-    `over` is iterations, or tokens where the logs have them. Strong lines are
-    smoothed over a hundredth of the lines, pale ones as printed; dashed lines are restarts, dots
-    validation losses.
+    Strong lines are smoothed over a hundredth of the lines, pale ones as printed; dashed lines are
+    restarts, dots validation losses.
     """
     trainings = {name: c for name, c in trainings.items() if c.table["lm_loss"].notna().any()}
     if not trainings:
@@ -39,22 +38,19 @@ def curves(trainings: Mapping[str, Curve], over: str = "iterations") -> Figure |
     places = dict(zip(panels, drawn.axes, strict=True))
     loss = places["lm_loss"]
     for color, (name, curve) in zip(itertools.cycle(COLORS), trainings.items(), strict=False):
-        known = curve.axes()
-        require_known("over", over, known)
         for column, place in places.items():
             if column in curve.table:
-                _draw(place, known[over], curve, column, color)
+                _draw(place, curve, column, color)
         loss.plot([], [], color=color, label=plain(name))
         held_out = curve.validation
         if len(held_out):
-            at = np.interp(held_out["iteration"], known["iterations"], known[over])
-            loss.plot(at, held_out["lm_loss"], "o", color=color, mec="black", ms=4)
+            loss.plot("iteration", "lm_loss", "o", data=held_out, color=color, mec="black", ms=4)
     for column, place in places.items():
         values = np.concatenate([table[column].dropna() for table in tables if column in table])
         # a linear axis would show little more than the first drop, or the largest spike
         if column != "learning_rate" and values.max() > FALL * values.min() > 0:
             place.set_yscale("log")
-        place.set(xlabel=over, ylabel=PANELS[column])
+        place.set(xlabel="iterations", ylabel=PANELS[column])
     drawn.legend(loc="outside lower left", ncols=3, frameon=False, fontsize=8)
     return drawn
 
@@ -63,8 +59,9 @@ def _is_drawn(table: pd.DataFrame, column: str) -> bool:
     return column == "lm_loss" or (column in table and table[column].nunique() > 1)
 
 
-def _draw(axes: Any, at: np.ndarray, curve: Curve, column: str, color: str) -> None:
+def _draw(axes: Any, curve: Curve, column: str, color: str) -> None:
     """A column as printed and smoothed, and a line at each restart."""
+    at = curve.table["iteration"]
     values = curve.table[column]
     axes.plot(at, values, color=color, lw=0.8, alpha=0.3)
     # exponential: each value weighs 1 - 1/lines of the next, divided by the sum of the weights
@@ -72,5 +69,4 @@ def _draw(axes: Any, at: np.ndarray, curve: Curve, column: str, color: str) -> N
     smooth = values.ewm(alpha=1 / lines, ignore_na=True).mean().where(values.notna())
     axes.plot(at, smooth, color=color, lw=1.2)
     for restart in curve.restarts:
-        where = np.interp(restart.iteration, curve.table["iteration"], at)
-        axes.axvline(where, color=color, lw=0.8, ls="--")
+        axes.axvline(restart.iteration, color=color, lw=0.8, ls="--")
