@@ -2,7 +2,6 @@
 in a batch run.
 """
 
-import importlib
 import os
 import sys
 from collections.abc import Iterable, Sequence
@@ -15,10 +14,9 @@ BATCH = "TRILANE_BATCH"
 
 def progress(items: Sequence[T], what: str, unit: str) -> Iterable[T]:
     """The items, with a bar once they have taken two seconds, which is gone when they are done."""
-    if len(items) < 2 or os.environ.get(BATCH):
+    is_seen = sys.stderr.isatty() or "ipykernel" in sys.modules
+    if not is_seen or os.environ.get(BATCH):
         return items
-    is_kernel = "IPython" in sys.modules and hasattr(sys.modules["IPython"].get_ipython(), "kernel")
-    if not is_kernel and not sys.stderr.isatty():
-        return items
-    kind = importlib.import_module("tqdm.notebook" if is_kernel else "tqdm.std")
-    return kind.tqdm(items, desc=what, unit=unit, delay=2, leave=False, dynamic_ncols=True)
+    from tqdm.auto import tqdm
+
+    return tqdm(items, desc=what, unit=unit, delay=2, leave=False, dynamic_ncols=True)
