@@ -101,12 +101,9 @@ class Dialect:
         assert self.columns is not None  # which checks the rest
 
     @functools.cached_property
-    def _words(self) -> re.Pattern[bytes]:
+    def words_pattern(self) -> re.Pattern[bytes]:
+        """Any of its words."""
         return re.compile("|".join(map(re.escape, self.words)).encode())
-
-    def holds(self, line: bytes) -> bool:
-        """Whether the line has one of its words."""
-        return bool(self._words.search(line))
 
     def patterns(self, key: str) -> tuple[re.Pattern[bytes], ...]:
         """The compiled patterns of a key."""
@@ -213,18 +210,9 @@ def read_dialect(path: Path) -> Dialect:
         raise ValueError(f"dialects={path}: {error}") from None
 
 
-@functools.cache
-def _any_word(named: str) -> re.Pattern[bytes]:
-    """A word of any dialect."""
-    words = {word for table in _read_all(named) for word in table.words or ("",)}
-    return re.compile("|".join(map(re.escape, words)).encode())
-
-
 def holding(line: bytes) -> list[Dialect]:
     """The dialects of which the line has a word."""
-    if not _any_word(os.environ.get(VARIABLE, "")).search(line):
-        return []
-    return [table for table in dialects() if table.holds(line)]
+    return [table for table in dialects() if table.words_pattern.search(line)]
 
 
 @functools.cache
