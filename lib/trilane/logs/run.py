@@ -47,8 +47,7 @@ class RunLog(Table):
     endings      all lines about an end, in their order
     collectives  by the ranks' NCCL watchdogs: the ranks of each process group that timed out, and
                  what each reports
-    notes        what a run of trilane prints of itself: SLOW, NOT FINITE, CHECKPOINT NOT SAVED; and
-                 what of the file could not be read
+    notes        what a run of trilane prints of itself: SLOW, NOT FINITE, CHECKPOINT NOT SAVED
     problems     numbers that cannot be right, or that nothing shows to be right
     resumes      of a run folder: for each time that the run was resumed the first iteration after
                  it, and the rows that it trained again, as they were before
@@ -119,11 +118,10 @@ def read_logs(path: Path | str) -> list[RunLog]:
     ending.
     """
     path = Path(path)
-    notes: list[str] = []
-    runs = Reader().read(lines(path, notes))
+    runs = Reader().read(lines(path))
     if not runs:
         raise ValueError(f"log={shown(path)}: {UNREAD}")
-    return [_finish(run, path, tuple(notes)) for run in runs]
+    return [_finish(run, path) for run in runs]
 
 
 def read_log(path: Path | str) -> RunLog:
@@ -133,7 +131,7 @@ def read_log(path: Path | str) -> RunLog:
     return read_logs(path)[-1]
 
 
-def _finish(run: PartialRun, path: Path, notes: tuple[str, ...]) -> RunLog:
+def _finish(run: PartialRun, path: Path) -> RunLog:
     """The RunLog of a run in `path`."""
     import pandas as pd
 
@@ -167,7 +165,7 @@ def _finish(run: PartialRun, path: Path, notes: tuple[str, ...]) -> RunLog:
         exclude=excluded(hosts) if end.blames_node else "",
         endings=tuple(run.endings),
         collectives=tuple(run.watchdogs.lines(run.places.world)) if end.status.has_failed else (),
-        notes=tuple(dict.fromkeys((*run.own, *notes))),
+        notes=tuple(dict.fromkeys(run.own)),
         problems=tuple(checks.problems(iterations)),
     )
 

@@ -1,4 +1,4 @@
-"""The lines of a log file: plain or gzip, complete, truncated or being written."""
+"""The lines of a log file: plain, complete or being written, or gzip."""
 
 import gzip
 import zlib
@@ -15,11 +15,11 @@ CONTROLS = bytes({*range(1, 32), 127} - set(b"\t\n\r\x0b\x0c\x1b\x08\x07"))
 MAX_CONTROLS = 1 / 50  # of a log's bytes
 
 
-def lines(path: Path, notes: list[str]) -> Iterator[bytes]:
+def lines(path: Path) -> Iterator[bytes]:
     """The lines of `path` with their ends, of which only the last may lack one.
 
-    A truncated gzip file is read as far as possible, which is added to `notes`. Raises ValueError
-    for a missing, empty or binary file, and for a damaged gzip file.
+    Raises ValueError for a missing, empty or binary file, and for a gzip file that is damaged or
+    cut.
     """
     require_file("log", path)
     left = max(UNPACKED, MAX_RATIO * path.stat().st_size)
@@ -39,7 +39,5 @@ def lines(path: Path, notes: list[str]) -> Iterator[bytes]:
                     rule = f"unpacks to more than {MAX_RATIO} times its size, as no log does"
                     raise ValueError(f"log={path}: {rule}")
                 yield line
-        except EOFError:
-            notes.append("the gzip file ends early (it was cut, or is still written)")
-        except (zlib.error, gzip.BadGzipFile) as error:
+        except (EOFError, zlib.error, gzip.BadGzipFile) as error:
             raise ValueError(f"log={path}: a damaged gzip file ({error})") from None
