@@ -2,7 +2,6 @@
 
 import ast
 import contextlib
-import functools
 import os
 import sys
 import tempfile
@@ -80,23 +79,14 @@ def notebooks_of_all(given: Mapping[str, Any]) -> tuple[list[str], dict[str, Any
     return ELSEWHERE, {"train": False, **given}
 
 
-@functools.cache
-def _declared(name: str) -> dict[str, Any]:
-    """The parameters of a notebook."""
-    return papermill.inspect_notebook(path_of(name))
-
-
 def distribute(chosen: Sequence[str], given: Mapping[str, object]) -> dict[str, dict[str, Any]]:
     """The typed parameters of each notebook in `chosen`; ValueError for a name that none of them
     has.
     """
-    declared = {name: _declared(name) for name in chosen}
+    declared = {name: papermill.inspect_notebook(path_of(name)) for name in chosen}
     known = set[str]().union(*declared.values())
     for field in given:
-        others = [name for name in notebook_names() if field in _declared(name)]
-        is_elsewhere = field not in known and bool(others)
-        require(not is_elsewhere, "parameter", field, f"is one of {', '.join(others)}")
-        require_known("parameter", field, sorted(known))
+        require_known("parameter", field, known)
     values: dict[str, dict[str, Any]] = {name: {} for name in chosen}
     for name, fields in declared.items():
         for field in fields.keys() & given:
