@@ -10,6 +10,7 @@ from trilane.analysis.measure import Measurement, measure
 from trilane.analysis.steady_state import WARM_UP
 from trilane.config.batch_rampup import Ramp
 from trilane.launch.local import require_startable, run_folder, train_local
+from trilane.utils.files import write_new
 from trilane.utils.validation import require
 
 
@@ -27,8 +28,7 @@ def benchmark(plan: Path, iterations: int = 0) -> Measurement:
     if iterations:
         run = replace(read.run, train_iters=iterations, ramp=Ramp())
         plan = plan.with_name(f"{plan.stem}-benchmark-{iterations}.json")
-        with plan.open("x", encoding="utf-8") as file:  # nothing is overwritten
-            json.dump(replace(read, run=run).to_json(), file, indent=1)
+        write_new(plan, json.dumps(replace(read, run=run).to_json(), indent=1))
     folder = run_folder(plan)
     with contextlib.redirect_stdout(sys.stderr):  # stdout is for the result alone
         train_local(folder)

@@ -8,7 +8,6 @@ import hashlib
 import io
 import json
 import re
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +19,10 @@ from nbconvert import HTMLExporter
 
 from trilane.report.plots.style import MIME, VERSION
 from trilane.utils.tables import Html, short
+from trilane.utils.validation import DATA
 from trilane.workspace.installation import checkout, stamp
 
-DATA = Path(str(resources.files("trilane"))) / "data/report"
+REPORT = DATA / "report"
 # The pages load nothing, and run no script but the one that draws their figures (by its hash); CSP
 # Level 3,
 # https://www.w3.org/TR/CSP3/
@@ -53,7 +53,7 @@ def notebook_html(executed: Path) -> str:
         "title": title(notebook),
         "headings": {},
         "about": _about(notebook, executed),
-        "css": (DATA / "report.css").read_text(encoding="utf-8"),
+        "css": (REPORT / "report.css").read_text(encoding="utf-8"),
         "policy": POLICY,
         "script": "",
         # whose print has to fit a sheet
@@ -75,7 +75,7 @@ def notebook_html(executed: Path) -> str:
                 if "spec" in output["metadata"]:
                     report["script"], digest = script()
                     report["policy"] = f"{POLICY}; script-src {digest}"
-    exporter = HTMLExporter(template_file=str(DATA / "notebook.html.j2"))
+    exporter = HTMLExporter(template_file=str(REPORT / "notebook.html.j2"))
     exporter.register_filter("markdown2html", markdown_html)
     text, _ = exporter.from_notebook_node(notebook, resources={"report": report})
     return without_places(text, executed.parent)
@@ -133,7 +133,7 @@ def script() -> tuple[str, str]:
     """Vega's script with ours, which draws the figures of a report, and its source for a
     Content-Security-Policy.
     """
-    ours = (DATA / "charts.js").read_text(encoding="utf-8")
+    ours = (REPORT / "charts.js").read_text(encoding="utf-8")
     text = vl_convert.javascript_bundle(ours, vl_version=VERSION)
     return text, f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
 

@@ -6,7 +6,7 @@ from typing import Any
 import jinja2
 import pandas as pd
 
-from trilane.report.html import DATA, POLICY, read_notebook, state, title
+from trilane.report.html import POLICY, REPORT, read_notebook, state, title
 from trilane.utils.files import replace_text
 from trilane.utils.folder_lock import FolderLock
 from trilane.utils.tables import Html, Text, short, show
@@ -23,8 +23,8 @@ def write_index(study: Study) -> Path:
     One process at a time does it, so that the last one lists what all have made.
     """
     environment = jinja2.Environment(undefined=jinja2.StrictUndefined, autoescape=True)
-    template = environment.from_string((DATA / "page.html.j2").read_text(encoding="utf-8"))
-    css = Html((DATA / "report.css").read_text(encoding="utf-8"))
+    template = environment.from_string((REPORT / "page.html.j2").read_text(encoding="utf-8"))
+    css = Html((REPORT / "report.css").read_text(encoding="utf-8"))
     heading = Html.of("Study “{}”", study.name)
     with FolderLock([study.folder], ".index.lock", "study").held(20.0):
         files = sorted(study.folder.iterdir())
