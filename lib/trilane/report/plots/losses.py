@@ -64,9 +64,7 @@ def _draw(axes: Any, curve: Curve, column: str, color: str) -> None:
     at = curve.table["iteration"]
     values = curve.table[column]
     axes.plot(at, values, color=color, lw=0.8, alpha=0.3)
-    # exponential: each value weighs 1 - 1/lines of the next, divided by the sum of the weights
-    lines = max(1, len(values) // SMOOTH)
-    smooth = values.ewm(alpha=1 / lines, ignore_na=True).mean().where(values.notna())
+    smooth = values.rolling(max(1, len(values) // SMOOTH), min_periods=1).mean()
     axes.plot(at, smooth, color=color, lw=1.2)
     for restart in curve.restarts:
         axes.axvline(restart.iteration, color=color, lw=0.8, ls="--")
