@@ -180,11 +180,11 @@ class Markup(str):
     code: ClassVar[Any] = str
 
     @classmethod
-    def of(cls, template: str, *values: object, **named: object) -> Self:
+    def of(cls, template: str, *values: object) -> Self:
         """The template filled as str.format does, each value escaped but one of this class;
         `{:code}` is a fixed-width font.
         """
-        return cls(_Filling(cls).vformat(template, values, named))
+        return cls(_Filling(cls).vformat(template, values, {}))
 
     @classmethod
     def joined(cls, separator: str, values: Iterable[object]) -> Self:
