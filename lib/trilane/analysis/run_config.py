@@ -184,9 +184,9 @@ def _shape(log: RunLog) -> ModelShape | None:
     biases = "all"
     if given.get("add_bias_linear") is False or _is_on(log, "disable_bias_linear"):
         biases = "qkv" if _is_on(log, "add_qkv_bias") else "none"
-    groups = whole(log, "num_key_value_heads", "num_kv_heads")
+    groups = ["num_key_value_heads", "num_kv_heads"]
     if _is_on(log, "group_query_attention"):
-        groups = whole(log, "num_query_groups")
+        groups.insert(0, "num_query_groups")
     norm = str(given.get("normalization") or given.get("norm"))
     try:
         return ModelShape(
@@ -194,7 +194,7 @@ def _shape(log: RunLog) -> ModelShape | None:
             **sizes,
             activation=activation,
             ffn_hidden_size=ffn,
-            num_key_value_heads=groups or whole(log, "num_key_value_heads", "num_kv_heads") or None,
+            num_key_value_heads=whole(log, *groups) or None,
             normalization=NAMES["norms"].get(norm, "layernorm"),
             positions=NAMES["positions"].get(position.rpartition(".")[2], "learned"),
             biases=biases,

@@ -22,8 +22,8 @@ from trilane.utils.tables import DataFrame, Table, show
 from trilane.utils.validation import shown
 from trilane.workspace.status import Status, known_status
 
-INTEGERS = ("iteration", "train_iters", "consumed_samples", "consumed_tokens")
-INTEGERS += ("global_batch_size", "skipped", "nan")
+INTEGERS = ["iteration", "train_iters", "consumed_samples", "consumed_tokens"]
+INTEGERS += ["global_batch_size", "skipped", "nan"]
 UNREAD = "holds no iteration line (docs/guides/my-logs.md has how to read another trainer's)"
 SHOWN = 10  # iterations that a notebook shows of a log
 
