@@ -68,10 +68,10 @@ def links(plan: Plan, stages: Sequence[Stage], folder: Path) -> list[Plan]:
     """One plan per link: its own DP and MBS, from the checkpoint of the link before to the start of
     the next.
 
-    A stage is one link, or three where the ramp passes batch sizes that mbs x dp of the stage does
-    not divide: there the chain falls back to the latest stage before that can share them all. All
-    links keep the run's ramp-up, length and learning rate, so that the samples and their order are
-    those of one run. ValueError where no stage can share a batch size.
+    A stage is one link, or two where the ramp passes batch sizes that mbs x dp of the stage does
+    not divide: from there to the next stage the chain falls back to the latest stage before that
+    can share them all. All links keep the run's ramp-up, length and learning rate, so that the
+    samples and their order are those of one run. ValueError where no stage can share a batch size.
     """
     sizes = [stage.gbs for stage in stages]
     text = ",".join(map(str, sizes))
@@ -120,16 +120,10 @@ def _parts(
     failing = [n for n, phase in enumerate(phases) if not own.can_share(plan, [phase])]
     # where its own batch size is at fault, the plan itself refuses it
     if failing and failing[0] > 0:
-        first = failing[0]
-        last = failing[-1] + 1
         for other in reversed(stages[:-1]):
-            if other.can_share(plan, phases[first:last]):
-                begin = start + sum(phase.iterations for phase in phases[:first])
-                until = start + sum(phase.iterations for phase in phases[:last])
-                parts = [(own, start, begin), (other, begin, until)]
-                if until < end:
-                    parts.append((own, until, end))
-                return parts
+            if other.can_share(plan, phases[failing[0] :]):
+                begin = start + sum(phase.iterations for phase in phases[: failing[0]])
+                return [(own, start, begin), (other, begin, end)]
     return [(own, start, end)]
 
 
