@@ -50,7 +50,7 @@ def train_local(
     "stopped" (both only in the main thread, where Python handles signals). The processes also end
     with the calling thread, even where that is killed.
     """
-    folder = Path(folder).resolve()
+    folder = folder.resolve()
     plan = require_startable(folder)
     _require_ready(folder, plan, resume)
     begin = time.monotonic()

@@ -111,9 +111,7 @@ def _last_line(folder: Path, rank: int | None) -> str:
     none.
     """
     name = "torchrun" if rank is None else rank
-    path = folder / f"ranks/{name}.log"
-    if path.is_file():
-        for line in reversed(read_text(path).split("\n")):
-            if line.strip():
-                return line.strip()
+    for line in reversed(read_text(folder / f"ranks/{name}.log").split("\n")):
+        if line.strip():
+            return line.strip()
     return "(nothing)"

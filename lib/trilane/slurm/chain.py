@@ -4,10 +4,10 @@ the batch ramp-up.
 SLURM runs one job of a run's name at a time, in the order of submission.
 """
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -80,7 +80,7 @@ def links(plan: Plan, stages: Sequence[Stage], folder: Path) -> list[Plan]:
     starts.append(plan.run.train_iters)
     require(starts[0] == 0, "stages", sizes[0], "the first must hold the ramp's first batch")
     plans: list[Plan] = []
-    for number, (start, end) in enumerate(pairwise(starts), 1):
+    for number, (start, end) in enumerate(itertools.pairwise(starts), 1):
         rule = "no iteration has such a batch before the next stage"
         require(start < end, "stages", sizes[number - 1], rule)
         for stage, first, last in _parts(plan, stages[:number], start, end):
@@ -100,13 +100,8 @@ def _first_iteration(plan: Plan, gbs: int) -> int:
     """The number of iterations before the first whose batch is at least `gbs`; all where there is
     none.
     """
-    before = 0
-    for phase in plan.run.ramp.between(plan.topology.gbs, 0, plan.run.train_iters):
-        if phase.gbs < gbs:
-            before += phase.iterations
-    if gbs > plan.topology.gbs or before >= plan.run.goal:
-        return plan.run.train_iters
-    return before
+    phases = plan.run.ramp.between(plan.topology.gbs, 0, plan.run.train_iters)
+    return sum(phase.iterations for phase in phases if phase.gbs < gbs)
 
 
 def _parts(
@@ -117,13 +112,14 @@ def _parts(
     """
     own = stages[-1]
     phases = plan.run.ramp.between(plan.topology.gbs, start, end)
-    failing = [n for n, phase in enumerate(phases) if not own.can_share(plan, [phase])]
+    shared = list(itertools.takewhile(lambda phase: own.can_share(plan, [phase]), phases))
+    rest = phases[len(shared) :]
     # where its own batch size is at fault, the plan itself refuses it
-    if failing and failing[0] > 0:
+    if shared and rest:
+        middle = start + sum(phase.iterations for phase in shared)
         for other in reversed(stages[:-1]):
-            if other.can_share(plan, phases[failing[0] :]):
-                begin = start + sum(phase.iterations for phase in phases[: failing[0]])
-                return [(own, start, begin), (other, begin, end)]
+            if other.can_share(plan, rest):
+                return [(own, start, middle), (other, middle, end)]
     return [(own, start, end)]
 
 

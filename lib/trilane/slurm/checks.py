@@ -207,7 +207,7 @@ def data(job: JobCheck) -> Findings:
             yield refusal("data", str(error), "copy or prepare it again")
     tokenizers = [] if tokenizer == "bytes" or all(pairs) else [tokenizer]
     for place in (*sources, *tokenizers):
-        if not any((base / (place + ending)).exists() for ending in ("", ".idx", ".bin")):
+        if not (base / place).exists() and not existing_pair(str(base / place)):
             message = f"data={place}: no such file, folder or .bin/.idx pair"
             yield refusal("data", message, "name an existing one; a tokenizer is downloaded first")
     if not job.site.is_local:
