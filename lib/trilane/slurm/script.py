@@ -42,16 +42,15 @@ def _require_once(script: str, site: Site) -> None:
     options = [("sbatch", f"--{name}") for name in site.sbatch]
     options += [("srun", word) for word in site.srun]
     # its own binding a site may replace
-    own_options = re.findall(r"--(?!cpu-bind)([a-z][a-z-]+)", script)
+    own = script.replace("--cpu-bind", "")
     for field, word in options:
-        name = word[2:].partition("=")[0]
-        for own in own_options:
-            # SLURM lets an option be abbreviated
-            rule = f"the script sets --{own} itself; use the site's or the job's own field"
-            require(not own.startswith(name), f"site.{field}", word, rule)
-    variables = re.findall(r"\b([A-Z_]+)=", script)
+        # found also where it is abbreviated, as SLURM allows
+        name = word.partition("=")[0]
+        rule = f"the script sets {name} itself; use the site's or the job's own field"
+        require(name not in own, f"site.{field}", word, rule)
     for name in site.env:
-        require(name not in variables, "site.env", name, "is set by the script itself")
+        is_own = re.search(rf"\b{name}=", script) is not None
+        require(not is_own, "site.env", name, "is set by the script itself")
 
 
 def files(plan: Plan, site: Site, request: JobRequest) -> dict[str, str]:
