@@ -155,7 +155,6 @@ class HangMonitor:
             status=Status.HANG,
             evidence=evidence,
             rank=rank,
-            exit_code=1,
             seconds=seconds,
             exclude=exclude,
         )

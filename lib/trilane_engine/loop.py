@@ -285,9 +285,7 @@ class Training:
         if self._not_finite:
             evidence += f"; {self._not_finite}"
         seconds = round(time.monotonic() - self._begin, 3)
-        outcome = RunStatus(
-            status=status, evidence=evidence, rank=None, exit_code=0, seconds=seconds
-        )
+        outcome = RunStatus(status=status, evidence=evidence, exit_code=0, seconds=seconds)
         if self._world.is_first:
             write_status(self._folder, outcome)
 

@@ -85,10 +85,9 @@ def train(plan: Plan | Path | str, layer: Any = None, *, study: str = "python", 
     for name in run:
         require_known("train", name, [f.name for f in fields(plan.run)])
     own = layer_of(layer) if layer else plan.layer
+    label = plan.label
     if own and own != plan.layer:
-        label = f"{plan.label}-{own.kind}"
-    else:
-        label = plan.label
+        label += f"-{own.kind}"
     data = replace(plan.data, folder=str(outputs_root() / "data"))
     plan = replace(plan, label=label, layer=own, data=data, run=replace(plan.run, **run))
     text = json.dumps(plan.to_json(), indent=1) + "\n"
