@@ -95,7 +95,10 @@ class Optimizer:
         "cosine", "how the rate falls", choices=DECAY_STYLES, megatron="lr-decay-style"
     )
     wsd_decay_style: str = option(
-        "exponential", "how it falls by WSD", choices=WSD_DECAY_STYLES, megatron="lr-wsd-decay-style"
+        "exponential",
+        "how it falls by WSD",
+        choices=WSD_DECAY_STYLES,
+        megatron="lr-wsd-decay-style",
     )
     wsd_decay_samples: int = option(
         0, "samples in which it falls by WSD, the last ones", megatron="lr-wsd-decay-samples"

@@ -4,7 +4,7 @@ cannot represent.
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import fields, replace
+from dataclasses import MISSING, fields, replace
 from typing import Any, TypeVar
 
 from trilane.config.batch_rampup import Ramp, parse_ramp
@@ -66,11 +66,9 @@ class Given:
             if name and field.type is bool:
                 values[field.name] = self.has(name)
             elif name:
-                if isinstance(field.default, int | float):
-                    default = field.default
-                else:
+                default = usual.get(field.name, field.default)
+                if default is MISSING:
                     default = None
-                default = usual.get(field.name, default)
                 values[field.name] = self.get(name, field.type, default)  # type: ignore[arg-type]
         return values
 
