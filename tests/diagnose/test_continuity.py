@@ -104,11 +104,11 @@ def test_a_decay_of_wsd_begun_or_put_off_is_no_break(tmp_path, end):
     wsd = {"decay_style": "WSD", "wsd_decay_style": "minus_sqrt", "wsd_decay_samples": 90}
     stable = Training(rate=rate(2000, **wsd))
     decay = Training(rate=rate(490, **wsd), loss=lambda i: loss_of(i + 200 * (i > 400)))
-    assert not restarted(tmp_path, decay, stable, end)
     assert not restarted(tmp_path, stable, decay, end)
-    other = replace(stable, loss=decay.loss)
-    assert len(restarted(tmp_path, other, stable, end)) == (end > 400)
-    assert restarted(tmp_path, replace(stable, rate=rate(10)), stable, end)
+    repeated = end > 400
+    for course, count in ((decay.rate, 0), (stable.rate, repeated), (rate(10), 1 + repeated)):
+        after = replace(decay, rate=course)
+        assert len(restarted(tmp_path, after, stable, end)) == count
 
 
 def test_nothing_is_found_after_a_skip_or_in_a_new_run(tmp_path):

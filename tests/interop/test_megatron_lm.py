@@ -147,10 +147,6 @@ def plans() -> list[Plan]:
     return found
 
 
-def text_of(plan: Plan) -> str:
-    return megatron_text(megatron_args(plan))
-
-
 class Program:
     """Megatron-LM's parser, checks and formulas. What is not its own, since there is no GPU:
 
@@ -190,7 +186,8 @@ def taken(program: Program) -> list[tuple[Plan, Namespace]]:
     found = []
     for plan in plans():
         card = plan.cluster.gpu.compute_capability
-        found.append((plan, program.take(text_of(plan), plan.topology.gpus, card)))
+        text = megatron_text(megatron_args(plan))
+        found.append((plan, program.take(text, plan.topology.gpus, card)))
     return found
 
 
