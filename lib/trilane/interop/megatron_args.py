@@ -106,7 +106,7 @@ def _of_plan(plan: Plan) -> dict[str, Any]:
     topology = plan.topology
     run = plan.run
     ramp = run.ramp
-    values = {
+    values: dict[str, Any] = {
         "max-position-embeddings": shape.seq_length,
         "train-samples": plan.samples,
         "eval-interval": run.eval_interval or 1000,
