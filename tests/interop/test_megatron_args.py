@@ -3,8 +3,8 @@ megatron/arguments.py.
 """
 
 import json
-import re
 from dataclasses import replace
+from re import escape
 from typing import Any
 
 import pytest
@@ -200,7 +200,7 @@ CANNOT_BE_READ = [  # an argument of GOOD, what stands in its place, the message
 
 
 def one_line(message: str) -> Any:
-    return pytest.raises(ValueError, match=rf"^{re.escape(message)}.*\Z")
+    return pytest.raises(ValueError, match=rf"^{escape(message)}.*\Z")
 
 
 @pytest.mark.parametrize(("old", "new", "message"), CANNOT_BE_READ)
@@ -230,14 +230,30 @@ def test_what_cannot_be_written_is_one_line(changes: dict, message: str):
 
 def test_the_command_goes_both_ways(tmp_path, capsys):
     path = tmp_path / "small.json"
-    replace(small_plan(), data=Data(folder=str(tmp_path), source="mock")).save(path)
+    path.write_text(
+        json.dumps(
+            {**small_plan().to_json(), "data": Data(folder=str(tmp_path), source="mock").__dict__}
+        )
+    )
     assert main(["convert", "megatron", str(path), "--prepare"]) == 0
     text = capsys.readouterr().out
     assert f"--data-path {tmp_path}/mock-" in text and "--tokenizer-type NullTokenizer" in text
-    job = tmp_path / "job.txt"
-    job.write_text("srun pretrain_gpt.py --moe 2 " + text)
-    words = ["convert", "megatron", "--cluster", "jz-a100-80g", "--gpus", "1", "--read", str(job)]
-    assert main(words) == 0
+    (tmp_path / "job.txt").write_text("srun pretrain_gpt.py --moe 2 " + text)
+    assert (
+        main(
+            [
+                "convert",
+                "megatron",
+                "--read",
+                str(tmp_path / "job.txt"),
+                "--cluster",
+                "jz-a100-80g",
+                "--gpus",
+                "1",
+            ]
+        )
+        == 0
+    )
     out, err = capsys.readouterr()
     assert json.loads(out)["shape"] == small_plan().to_json()["shape"]
     assert err.splitlines()[0] == "trilane: moe: unknown, not in the plan"
