@@ -7,23 +7,19 @@ from typing import Any
 
 import numpy as np
 
+from trilane.config.training import Optimizer
+
 PEAK, VOCABULARY = 3e-4, 50304
 Row = dict[str, float]
 
 
-def cosine(total: int, warmup: int = 40) -> Callable[[float], float]:
-    """A linear warm-up to PEAK, and a cosine down to a tenth of it."""
-
-    def rate(i: float) -> float:
-        if i <= warmup:
-            return PEAK * i / warmup
-        done = min(1.0, (i - warmup) / (total - warmup))
-        return PEAK * (0.1 + 0.9 * (1 + math.cos(math.pi * done)) / 2)
-
-    return rate
+def rate(total: int, warmup: int = 40, **schedule: Any) -> Callable[[int], float]:
+    """A linear warm-up to PEAK, and a decay down to a tenth of it."""
+    optimizer = Optimizer(lr=PEAK, min_lr=PEAK / 10, warmup_samples=warmup, **schedule)
+    return lambda i: optimizer.learning_rate(i, total)
 
 
-SCHEDULE = cosine(1000)
+SCHEDULE = rate(1000)
 
 
 def loss_of(i: float) -> float:
@@ -38,7 +34,7 @@ class Training:
     """
 
     total: int = 1000
-    rate: Callable[[float], float] = SCHEDULE
+    rate: Callable[[int], float] = SCHEDULE
     batch: Callable[[float], float] = lambda i: 64.0
     loss: Callable[[float], float] = loss_of
     samples: float = 0.0  # more than the iterations consume

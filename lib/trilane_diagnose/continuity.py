@@ -173,6 +173,22 @@ class Boundary:
         end = int(np.searchsorted(column.at, self.restart.iteration, "right"))
         return abs(column.new[0] / column.values[max(end, 1) - 1] - 1) > SAME
 
+    @cached_property
+    def decays(self) -> bool:
+        """Whether a constant rate falls from the restart on, or not yet where it fell before: the
+        decay of WSD, begun or put off.
+
+        Its first step is at most as large as the rest of eight lines, as of the square root.
+        """
+        at, values, at_new, new = self.column("learning_rate")
+        stable = values[at < self.restart.iteration][-8:]
+        first = new[:8]
+        if min(len(stable), len(first)) < FEWEST_AFTER or np.ptp(stable) > 0:
+            return False
+        fall = first[0] - first[-1]
+        is_smooth = 0 <= stable[-1] - first[0] <= fall and np.diff(first).max() <= 0
+        return is_smooth and not np.array_equal(np.interp(at_new[:8], at, values), first)
+
     def broken(self, name: str, found: Found) -> Break:
         """The Break of a column, against the last line before the restart."""
         column = self.column(name)
@@ -204,7 +220,8 @@ def _rate(restart: Boundary, column: Column) -> Found | None:
     bend = (abs(slope) + abs(slope_new)) * np.maximum(restart.every, beyond)
     wrong = np.abs(new - expected) > 2 * SAME * expected + bend
     # most of the first three lines; a schedule in samples goes on over the samples
-    if 2 * wrong[:3].sum() <= len(wrong[:3]) or restart.differs("global_batch_size"):
+    is_right = 2 * wrong[:3].sum() <= len(wrong[:3]) or restart.decays
+    if is_right or restart.differs("global_batch_size"):
         return None
     place = int(np.argmax(wrong))
     value = new[place]
@@ -281,7 +298,7 @@ def _moved(restart: Boundary, column: Column) -> tuple[float, float]:
     """The expected ln(loss), and by how much the lines after the restart lie off it; 0.0 where that
     is noise.
 
-    Where three iterations were repeated, the same data before and after are compared. Else the rise
+    Where three iterations were repeated at the same rate, the same data are compared. Else the rise
     of the median of 8 lines over that of the 32 before, against the largest rise that the training
     made on its own: a loss falls by itself, so that only a rise counts. Left out: a rise hidden by
     earlier ones as large.
@@ -289,7 +306,7 @@ def _moved(restart: Boundary, column: Column) -> tuple[float, float]:
     old = np.log(column.values)
     new = np.log(column.new)
     _, repeated, originals = np.intersect1d(column.at_new, column.at, return_indices=True)
-    if len(repeated) >= FEWEST_AFTER:
+    if len(repeated) >= FEWEST_AFTER and not restart.decays:
         off = new[repeated] - old[originals]
         middle = float(np.median(off[:8]))
         error = noise(off) * math.sqrt(MEDIAN_VARIANCE / len(off[:8]))

@@ -68,7 +68,14 @@ def shrink(plan: Plan, folder: Path, cluster: Cluster, max_processes: int) -> Pl
     if dropout == Dropout():
         hidden = 0.1 if drops_hidden(plan.engine, plan.shape) else 0.0
         dropout = Dropout(hidden=hidden, attention=0.1)
-    optimizer = replace(plan.optimizer, lr=1e-3, min_lr=1e-4, warmup_samples=0, decay_samples=0)
+    optimizer = replace(
+        plan.optimizer,
+        lr=1e-3,
+        min_lr=1e-4,
+        warmup_samples=0,
+        decay_samples=0,
+        decay_style="cosine",  # WSD's decay is longer than a rehearsal
+    )
     if optimizer.clip_grad:
         optimizer = replace(optimizer, clip_grad=0.1)
     return Plan(

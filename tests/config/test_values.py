@@ -134,6 +134,7 @@ BAD = [
     (lambda: Data(source="blend"), "data.blend=(): needs source="),
     (lambda: Data(split="949"), "data.split=949: must be shares of"),
     (lambda: Optimizer(lr=-1.0), "lr=-1.0: must be above 0"),
+    (lambda: Optimizer(decay_style="WSD"), "wsd_decay_samples=0: WSD needs some"),
     (lambda: Run(skip="٣-٤"), "skip=٣-٤: must be ranges of iterations from 1 on"),
     (lambda: from_mapping(Cluster, {"name": "x"}, "cluster"), "cluster.gpu=missing: is required"),
     (

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 from recorded import compare
-from restart_logs import Training, cosine, loss_of, text, written
+from restart_logs import Training, loss_of, rate, text, written
 from test_measure import log
 from test_spikes import noisy
 
@@ -42,14 +42,14 @@ def restarted(folder, after, before=PLAIN, end=400, step=1, **arguments):
 # none: a "-level".
 FAULTS = {
     "rate from zero": (
-        {"rate": lambda i: cosine(1000)(i - AT + 1)},
+        {"rate": lambda i: rate(1000)(i - AT + 1)},
         "learning_rate scheduler-restarted",
     ),
     "train_iters changed": (
-        {"rate": cosine(1500), "total": 1500},
+        {"rate": rate(1500), "total": 1500},
         "learning_rate another-schedule",
     ),
-    "decay changed": ({"rate": cosine(700)}, "learning_rate rate-level"),
+    "decay changed": ({"rate": rate(700)}, "learning_rate rate-level"),
     "data from the start": ({"samples": -64.0 * 400}, "consumed_samples data-from-start"),
     "data replayed": ({"samples": -64.0 * 100}, "consumed_samples data-replayed"),
     "data skipped": ({"samples": 64.0 * 37}, "consumed_samples data-skipped"),
@@ -85,7 +85,7 @@ COURSES = {
     "ramp-up": RAMP,
     "batch that doubles": Training(batch=lambda i: 16.0 * 2 ** min(4, (i - 1) // 100)),
     "noisy": Training(noise=0.05),
-    "warm-up that ends": Training(rate=cosine(1000, warmup=400)),
+    "warm-up that ends": Training(rate=rate(1000, warmup=400)),
 }
 
 
@@ -96,6 +96,19 @@ def test_nothing_is_found_at_a_clean_restart(tmp_path, course):
     for end, step in ((400, 1), (430, 1), (450, 10)):
         breaks = restarted(tmp_path, training, before=training, end=end, step=step)
         assert not breaks, [b.sentence for b in breaks]
+
+
+@pytest.mark.parametrize("end", [400, 430])
+def test_a_decay_of_wsd_begun_or_put_off_is_no_break(tmp_path, end):
+    """From the checkpoint; where iterations were repeated, their loss is another one."""
+    wsd = {"decay_style": "WSD", "wsd_decay_style": "minus_sqrt", "wsd_decay_samples": 90}
+    stable = Training(rate=rate(2000, **wsd))
+    decay = Training(rate=rate(490, **wsd), loss=lambda i: loss_of(i + 200 * (i > 400)))
+    assert not restarted(tmp_path, stable, decay, end)
+    repeated = end > 400
+    for course, count in ((decay.rate, 0), (stable.rate, repeated), (rate(10), 1 + repeated)):
+        after = replace(decay, rate=course)
+        assert len(restarted(tmp_path, after, stable, end)) == count
 
 
 def test_nothing_is_found_after_a_skip_or_in_a_new_run(tmp_path):

@@ -4,6 +4,8 @@ megatron/arguments.py.
 
 import json
 from dataclasses import replace
+from re import escape
+from typing import Any
 
 import pytest
 from recorded import compare
@@ -18,7 +20,7 @@ from trilane.config.parallelism import Topology
 from trilane.config.plan import Plan
 from trilane.config.training import Data, Optimizer, Part, Run
 from trilane.interop.megatron_args import megatron_args, megatron_text
-from trilane.interop.megatron_parse import parse_plan
+from trilane.interop.megatron_parse import ParsedPlan, parse_plan
 from trilane.interop.shell_args import read_arguments
 
 SHAPE = ModelShape(
@@ -27,6 +29,7 @@ SHAPE = ModelShape(
 OPTIMIZER = Optimizer(
     lr=6e-5, min_lr=6e-6, warmup_samples=216, decay_samples=999, adam_beta2=0.95, clip_grad=0.5
 )
+WSD = {"decay_style": "WSD", "wsd_decay_style": "minus_sqrt", "wsd_decay_samples": 99}
 BLENDED = Data(
     source="blend",
     tokenizer="/m/gpt2",
@@ -54,31 +57,19 @@ RUNS = [
 
 
 def plan(topology: dict, **changes: object) -> Plan:
-    given = {"label": "read", "shape": SHAPE, "topology": Topology(**topology)}
-    given["cluster"] = FP8 if topology.get("precision") == "fp8" else MACHINE
-    given |= {
-        "engine": "megatron",
+    given = {
+        "label": "read",
+        "shape": SHAPE,
+        "cluster": FP8 if topology.get("precision") == "fp8" else MACHINE,
+        "topology": Topology(**topology),
         "data": Data(source="/d/pair", tokenizer="/m/gpt2"),
         "optimizer": OPTIMIZER,
     }
     return Plan(**{**given, **changes})
 
 
-@pytest.mark.parametrize("topology", TOPOLOGIES, ids=str)
-def test_a_plan_comes_back_from_its_arguments(topology: dict):
-    plain = plan(topology)
-    split = replace(BLENDED, split="949,50.5,1")
-    ramped = plan({**topology, "gbs": 64}, run=RUNS[1], data=split)
-    for original in (
-        plain,
-        replace(plain, run=RUNS[0], data=BLENDED, optimizer=Optimizer(init_std=0.006)),
-        ramped,
-    ):
-        launcher = f"torchrun --nproc_per_node {original.topology.gpus} pretrain_gpt.py"
-        text = f"{launcher} \\\n{megatron_text(megatron_args(original))}"
-        found = parse_plan(read_arguments(text), cluster=original.cluster)
-        assert found.plan == original
-        assert (found.unknown, found.differs) == ((), ())
+def read(text: str, gpus: int = 0, **given: Any) -> ParsedPlan:
+    return parse_plan(read_arguments(text), **{"cluster": MACHINE, "gpus": gpus, **given})
 
 
 LLAMA = replace(
@@ -95,15 +86,22 @@ KINDS = [
     replace(SHAPE, activation="squared-relu", positions="rotary"),
     replace(SHAPE, activation="gelu-tanh"),
 ]
+PLANS = [plan(topology) for topology in TOPOLOGIES] + [plan({}, shape=shape) for shape in KINDS]
 
 
-@pytest.mark.parametrize("shape", KINDS, ids=str)
-def test_every_kind_of_decoder_comes_back_from_its_arguments(shape: ModelShape):
-    original = plan({}, shape=shape)
-    found = parse_plan(
-        read_arguments(megatron_text(megatron_args(original))), cluster=MACHINE, gpus=1
-    )
-    assert (found.plan, found.unknown, found.differs) == (original, (), ())
+@pytest.mark.parametrize("plain", PLANS)
+def test_a_plan_comes_back_from_its_arguments(plain: Plan):
+    grown = replace(plain.topology, gbs=64)
+    split = replace(BLENDED, split="949,50.5,1")
+    for original in (
+        plain,
+        replace(plain, run=RUNS[0], data=BLENDED, optimizer=Optimizer(init_std=0.006, **WSD)),
+        replace(plain, topology=grown, run=RUNS[1], data=split),
+    ):
+        launcher = f"torchrun --nproc_per_node {original.topology.gpus} pretrain_gpt.py"
+        text = f"{launcher} \\\n{megatron_text(megatron_args(original))}"
+        found = read(text, cluster=original.cluster)
+        assert (found.plan, found.unknown, found.differs) == (original, (), ())
 
 
 # of BigScience's Megatron-DeepSpeed 8387ae17 (megatron/arguments.py), and what they are in a plan
@@ -129,7 +127,7 @@ OF_THE_FORK = [
 @pytest.mark.parametrize(("words", "meant"), OF_THE_FORK)
 def test_the_words_of_the_fork_are_read(words: str, meant: dict):
     text = megatron_text(megatron_args(plan({}))).replace("--no-bias-gelu-fusion", "")
-    found = parse_plan(read_arguments(f"{text} --deepspeed {words}"), cluster=MACHINE, gpus=1)
+    found = read(f"{text} --deepspeed {words}", 1)
     values = {**vars(found.plan.topology), **vars(found.plan.shape)}
     assert {name: values[name] for name in meant} == meant
     assert (found.plan.engine, found.unknown, found.differs) == ("deepspeed-3d", (), ())
@@ -140,13 +138,10 @@ def test_a_vocabulary_that_is_not_padded_is_padded_as_the_program_does():
     text = megatron_text(megatron_args(plan({"tp": 4}))).replace(
         "--padded-vocab-size 50304", "--vocab-size 50257"
     )
-    assert parse_plan(read_arguments(text), cluster=MACHINE, gpus=4).plan.shape.vocab_size == 50688
-    bare = read_arguments(text.replace("--vocab-size 50257", ""))
+    assert read(text, 4).plan.shape.vocab_size == 50688
+    bare = text.replace("--vocab-size 50257", "")
     for given, rows in ((50257, 50688), (50304, 50304)):
-        assert (
-            parse_plan(bare, cluster=MACHINE, gpus=4, vocab_size=given).plan.shape.vocab_size
-            == rows
-        )
+        assert read(bare, 4, vocab_size=given).plan.shape.vocab_size == rows
 
 
 # of the form of BLOOM's, with its sizes: 384 GPUs, TP 4, PP 12, DP 8
@@ -163,20 +158,20 @@ COMMAND = """python -m torch.distributed.run --nproc_per_node 8 --nnodes 48 --rd
     --deepspeed --deepspeed_config x.json --zero-stage 0 --save checkpoints
 """
 BARE = "--num-layers 8 --hidden-size 256 --num-attention-heads 8 --seq-length 128 --micro-batch-size 2 --lr 1e-4 --bf16"
+OF_TOKENS = "--lr-decay-style WSD --lr-decay-tokens 25_600 --lr-wsd-decay-iters 5"
 BARE += " --padded-vocab-size 50304 --train-iters 50 --split 9,1,0 --lr-warmup-fraction .1"
 
 
 def test_a_command_line_is_read_and_what_a_plan_lacks_is_named():
     """And what programs take by default."""
     machine = replace(MACHINE, max_nodes=100)
-    found = parse_plan(read_arguments(COMMAND), cluster=machine)
+    found = read(COMMAND, cluster=machine)
     assert (found.unknown, found.differs) == ((), ("data_path=missing: the plan has stdlib",))
-    plans = {"script": found.plan}
-    for name, words in (("bare", ""), ("fork", "\n--deepspeed")):
-        plans[name] = parse_plan(read_arguments(BARE + words), cluster=machine, gpus=4).plan
-    values = {name: plan.to_json() for name, plan in plans.items()}
-    for plan in values.values():
-        del plan["cluster"]
+    plans = {"script": found, "bare": read(BARE, 4)}
+    plans["fork"] = read(f"{BARE}\n--deepspeed {OF_TOKENS}", 4)
+    values = {name: parsed.plan.to_json() for name, parsed in plans.items()}
+    for value in values.values():
+        del value["cluster"]
     compare("parsed", values)
 
 
@@ -204,33 +199,33 @@ CANNOT_BE_READ = [  # an argument of GOOD, what stands in its place, the message
 ]
 
 
+def one_line(message: str) -> Any:
+    return pytest.raises(ValueError, match=rf"^{escape(message)}.*\Z")
+
+
 @pytest.mark.parametrize(("old", "new", "message"), CANNOT_BE_READ)
 def test_what_cannot_be_read_is_one_line(old: str, new: str, message: str):
     text = GOOD.replace(old, new) if old else f"{GOOD} {new}"
-    with pytest.raises(ValueError) as caught:
-        parse_plan(read_arguments(text), cluster=MACHINE, gpus=4)
-    assert str(caught.value).startswith(message) and "\n" not in str(caught.value)
+    with one_line(message):
+        read(text, 4)
 
 
-CANNOT_BE_WRITTEN = [  # topology, what else differs, the message
+CANNOT_BE_WRITTEN = [  # what differs, the message
     (
-        {},
         {"shape": replace(LLAMA, activation="geglu")},
         "activation=geglu: Megatron-LM has gelu, gelu-tanh",
     ),
     (
-        {},
         {"layer": Layer(name="mine.py:Own", source="")},
         "layer=mine.py:Own (e3b0c442): Megatron-LM trains its own",
     ),
 ]
 
 
-@pytest.mark.parametrize(("topology", "changes", "message"), CANNOT_BE_WRITTEN)
-def test_what_cannot_be_written_is_one_line(topology: dict, changes: dict, message: str):
-    with pytest.raises(ValueError) as caught:
-        megatron_args(plan(topology, **changes))
-    assert str(caught.value).startswith(message) and "\n" not in str(caught.value)
+@pytest.mark.parametrize(("changes", "message"), CANNOT_BE_WRITTEN)
+def test_what_cannot_be_written_is_one_line(changes: dict, message: str):
+    with one_line(message):
+        megatron_args(plan({}, **changes))
 
 
 def test_the_command_goes_both_ways(tmp_path, capsys):

@@ -37,6 +37,7 @@ pytestmark = [
 ]
 COUNT = 200
 
+WSD: dict[str, Any] = {"decay_style": "WSD", "wsd_decay_samples": 90}
 LLAMA: dict[str, Any] = {"activation": "swiglu", "normalization": "rmsnorm", "biases": "none"}
 LLAMA |= {"positions": "rotary", "tied_embeddings": False}
 SHAPES: dict[str, dict[str, Any]] = {
@@ -49,6 +50,26 @@ SHAPES: dict[str, dict[str, Any]] = {
     "Qwen": LLAMA | {"biases": "qkv", "num_key_value_heads": 2, "norm_epsilon": 1e-6},
     "a gate of 4 h": LLAMA | {"ffn_hidden_size": 4096},
 }
+SAME = (
+    "num_layers",
+    "hidden_size",
+    "num_attention_heads",
+    "seq_length",
+    "rotary_base",
+    "sequence_parallel",
+    "overlap_grad_reduce",
+    "overlap_param_gather",
+    "seed",
+    "log_interval",
+    "eval_iters",
+    "lr",
+    "min_lr",
+    "weight_decay",
+    "adam_beta1",
+    "adam_beta2",
+    "adam_eps",
+    "clip_grad",
+)  # of plan and program
 ANY: dict[str, tuple[Any, ...]] = {
     "tp": (1, 2, 4, 8),
     "pp": (1, 2, 4, 4, 4),
@@ -107,7 +128,9 @@ def drawn(draw: random.Random, number: int) -> Plan:
         cluster=cluster("dgx-h100" if t["precision"] == "fp8" else "jz-a100-80g"),
         topology=Topology(**t),
         data=Data(**draw.choice(own), split="949,50.5,1" if run.eval_interval else ""),
-        optimizer=draw.choice((Optimizer(), Optimizer(warmup_samples=80, decay_samples=999))),
+        optimizer=draw.choice(
+            (Optimizer(), Optimizer(warmup_samples=80, decay_samples=999, **WSD))
+        ),
         dropout=Dropout(hidden=hidden, attention=hidden / 2),
         run=run,
     )
@@ -122,10 +145,6 @@ def plans() -> list[Plan]:
         except ValueError:
             continue  # does not fit together: another one
     return found
-
-
-def text_of(plan: Plan) -> str:
-    return megatron_text(megatron_args(plan))
 
 
 class Program:
@@ -167,7 +186,8 @@ def taken(program: Program) -> list[tuple[Plan, Namespace]]:
     found = []
     for plan in plans():
         card = plan.cluster.gpu.compute_capability
-        found.append((plan, program.take(text_of(plan), plan.topology.gpus, card)))
+        text = megatron_text(megatron_args(plan))
+        found.append((plan, program.take(text, plan.topology.gpus, card)))
     return found
 
 
@@ -178,11 +198,9 @@ def meaning(plan: Plan) -> dict[str, Any]:
     s, t, o, r = plan.shape, plan.topology, plan.optimizer, plan.run
     types = {"fp32": torch.float32, "fp16": torch.float16}
     positions = {"learned": "learned_absolute", "rotary": "rope", "none": "none"}
+    given = vars(s) | vars(t) | vars(o) | vars(r)
     return {
-        "num_layers": s.num_layers,
-        "hidden_size": s.hidden_size,
-        "num_attention_heads": s.num_attention_heads,
-        "seq_length": s.seq_length,
+        **{name: given[name] for name in SAME},
         "max_position_embeddings": s.seq_length,
         "padded_vocab_size": s.vocab_size,
         "ffn_hidden_size": s.ffn,
@@ -195,7 +213,6 @@ def meaning(plan: Plan) -> dict[str, Any]:
         "normalization": {"layernorm": "LayerNorm", "rmsnorm": "RMSNorm"}[s.normalization],
         "layernorm_epsilon": s.norm_epsilon,
         "position_embedding_type": positions[s.positions],
-        "rotary_base": s.rotary_base,
         "rotary_percent": 1.0,
         "add_bias_linear": s.biases == "all",
         "add_qkv_bias": s.biases != "none",
@@ -205,10 +222,7 @@ def meaning(plan: Plan) -> dict[str, Any]:
         "context_parallel_size": t.cp,
         "data_parallel_size": t.dp,
         "virtual_pipeline_model_parallel_size": t.interleaving if t.interleaving > 1 else None,
-        "sequence_parallel": t.sequence_parallel,
         "use_distributed_optimizer": t.zero == 1,
-        "overlap_grad_reduce": t.overlap_grad_reduce,
-        "overlap_param_gather": t.overlap_param_gather,
         "decoder_first_pipeline_num_layers": t.first_stage_layers or None,
         "decoder_last_pipeline_num_layers": t.last_stage_layers or None,
         "account_for_embedding_in_pipeline_split": t.partition != "uniform",
@@ -224,22 +238,15 @@ def meaning(plan: Plan) -> dict[str, Any]:
         "train_samples": plan.samples,
         "rampup_batch_size": [*vars(r.ramp).values()] if r.ramp.samples else None,
         "iterations_to_skip": [n for first, last in r.skipped for n in range(first, last + 1)],
-        "seed": r.seed,
-        "log_interval": r.log_interval,
         "timing_log_level": 2 if r.timers else 0,
         "eval_interval": r.eval_interval or 1000,
-        "eval_iters": r.eval_iters,
         "split": plan.data.split or "100,0,0",
         "optimizer": "adam",
-        "lr": o.lr,
-        "min_lr": o.min_lr,
         "lr_warmup_samples": o.warmup_samples,
         "lr_decay_samples": o.decay_samples or None,
-        "weight_decay": o.weight_decay,
-        "adam_beta1": o.adam_beta1,
-        "adam_beta2": o.adam_beta2,
-        "adam_eps": o.adam_eps,
-        "clip_grad": o.clip_grad,
+        "lr_decay_style": o.decay_style,
+        "lr_wsd_decay_style": o.wsd_decay_style,
+        "lr_wsd_decay_samples": o.wsd_decay_samples or None,
         "init_method_std": o.init_std,
         "hidden_dropout": plan.dropout.hidden,
         "attention_dropout": plan.dropout.attention,
@@ -257,7 +264,6 @@ def test_megatron_lm_takes_every_plan_and_means_what_the_plan_has(taken: list):
     assert len(taken) == COUNT
     for plan, args in taken:
         assert misunderstood(args, plan) == {}
-    assert {args.lr_decay_style for _, args in taken} == {"cosine"}
 
 
 BARE = "--num-layers 8 --hidden-size 256 --num-attention-heads 8 --seq-length 128 --lr 1e-4"
@@ -290,6 +296,9 @@ READ_OF_OTHERS = {
     "embed_layernorm",
     "glu_activation",
     "layernorm_epsilon",
+    "lr_decay_tokens",
+    "lr_warmup_tokens",
+    "lr_wsd_decay_tokens",
     "num_key_value_heads",
     "pad_vocab_size_to",
     "pp_partition_method",

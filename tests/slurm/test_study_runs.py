@@ -14,7 +14,7 @@ from trilane.workspace.study import Study
 
 
 def test_the_runs_of_a_study_are_its_best_plans_and_one_with_tp_and_pp(outputs: Path):
-    """10 iterations of warm-up, a cosine to a tenth of the rate; 100 iterations in jobs of six
+    """10 iterations of warm-up, WSD to a tenth of the rate; 100 iterations in jobs of six
     minutes.
     """
     study, sizes = Study.create("s"), ((1, 1), (2, 1), (1, 2), (2, 2), (4, 2))
@@ -23,13 +23,15 @@ def test_the_runs_of_a_study_are_its_best_plans_and_one_with_tp_and_pp(outputs: 
     listed = [p.to_json() for p in plans]
     study.save("plans.json", {"plans": listed}, "02_topology")
     request = JobRequest(account="x@a100", time_limit="00:06:00")
-    found = prepare_runs(study, "jean-zay-a100", request, count=2, train_iters=100)
+    changes = {"count": 2, "train_iters": 100, "decay_style": "WSD"}
+    found = prepare_runs(study, "jean-zay-a100", request, **changes)
     reasons = dict.fromkeys(("p0", "p1"), "fastest predicted") | {
         "p3": "control: TP and PP at work"
     }
     assert {r.run.plan.label: r.reason for r in found.rows} == reasons
     o = found.rows[0].run.plan.optimizer
-    assert (o.lr, o.min_lr, o.warmup_samples, o.decay_samples) == (6e-4, 6e-4 / 10, 5120, 51200)
+    samples = (o.warmup_samples, o.decay_samples, o.wsd_decay_samples)
+    assert (o.lr, o.min_lr, *samples) == (6e-4, 6e-4 / 10, 5120, 51200, 10240)
     seconds = predict(plans[3]).sec_per_it
     hours = 100 * seconds / 3600
     row = ["p3", plans[3].id, 8, seconds, hours, 8 * hours, math.ceil(10 * hours)]

@@ -13,6 +13,8 @@ from trilane.utils.frozen import frozen
 from trilane.utils.validation import require, require_path
 
 Ranges = tuple[tuple[int, int], ...]  # (first, last) of each, both left out
+DECAY_STYLES = ("cosine", "linear", "constant", "inverse-square-root", "WSD")
+WSD_DECAY_STYLES = ("exponential", "linear", "cosine", "minus_sqrt")
 
 
 @frozen
@@ -79,15 +81,27 @@ class Data:
 
 @frozen
 class Optimizer:
-    """AdamW and its schedule: linear warm-up, then cosine from `lr` to `min_lr`, both counted in
+    """AdamW and its schedule: linear warm-up, then a decay from `lr` to `min_lr`, both counted in
     samples.
     """
 
     lr: float = option(1e-3, "peak learning rate", above=0, megatron="lr")
-    min_lr: float = option(1e-4, "learning rate at the end of the cosine", megatron="min-lr")
+    min_lr: float = option(1e-4, "learning rate at the end of the decay", megatron="min-lr")
     warmup_samples: int = option(0, "samples of the linear warm-up", megatron="lr-warmup-samples")
     decay_samples: int = option(
-        0, "samples of the cosine; 0: the whole run", megatron="lr-decay-samples"
+        0, "samples to the end of the decay; 0: the whole run", megatron="lr-decay-samples"
+    )
+    decay_style: str = option(
+        "cosine", "how the rate falls", choices=DECAY_STYLES, megatron="lr-decay-style"
+    )
+    wsd_decay_style: str = option(
+        "exponential",
+        "how it falls by WSD",
+        choices=WSD_DECAY_STYLES,
+        megatron="lr-wsd-decay-style",
+    )
+    wsd_decay_samples: int = option(
+        0, "samples in which it falls by WSD, the last ones", megatron="lr-wsd-decay-samples"
     )
     weight_decay: float = option(
         0.1, "of matrices; biases and norms do not decay", megatron="weight-decay"
@@ -106,26 +120,54 @@ class Optimizer:
         check(self)
 
     def rules(self) -> Rules:
-        """The cosine falls."""
+        """The rate falls, by WSD after its warm-up."""
         yield self.min_lr <= self.lr, "min_lr", f"must be at most lr={self.lr}"
+        longest = (self.decay_samples or math.inf) - self.warmup_samples
+        fits = 0 < self.wsd_decay_samples <= longest
+        rule = "WSD needs some, and not more than there are between warmup_ and decay_samples"
+        yield fits or self.decay_style != "WSD", "wsd_decay_samples", rule
 
     def learning_rate(self, samples: int, total_samples: int) -> float:
         """The rate of the iteration that ends at `samples` consumed, of `total_samples` in the run.
 
             s <= w   lr s / w                                      linear warm-up over w samples
-            s >  w   min_lr + (lr - min_lr) (1 + cos(pi (s - w) / (d - w))) / 2
-                                                                   cosine to d, then min_lr
+            s >  w   min_lr + (lr - min_lr) left((s - b) / (d - b))
+                     constant: lr; inverse-square-root: lr sqrt(w / s), at least min_lr
+            s >  d   min_lr, unless constant
 
-        d is decay_samples, or the whole run where that is 0. As Megatron-LM's
-        OptimizerParamScheduler, but one step ahead: Megatron counts the samples before the
-        iteration, so its first step under warm-up has rate 0.
+        d is decay_samples, or the whole run where that is 0; b is w, or d - wsd_decay_samples by
+        WSD, which has lr before it. A run that is resumed with more samples decays later. As
+        Megatron-LM's OptimizerParamScheduler, but one step ahead: Megatron counts the samples
+        before the iteration, so its first step under warm-up has rate 0.
         """
+        style = self.decay_style
         warmup = self.warmup_samples
         decay = self.decay_samples or total_samples
         if samples <= warmup:
             return self.lr * samples / warmup
-        progress = min(1.0, (samples - warmup) / max(1, decay - warmup))
-        return self.min_lr + (self.lr - self.min_lr) * (1 + math.cos(math.pi * progress)) / 2
+        if style == "constant":
+            return self.lr
+        if samples > decay:
+            return self.min_lr
+        if style == "inverse-square-root":
+            return max(self.min_lr, self.lr * math.sqrt(max(1, warmup) / samples))
+        begin = warmup
+        if style == "WSD":
+            style = self.wsd_decay_style
+            begin = decay - self.wsd_decay_samples
+        progress = max(0.0, (samples - begin) / (decay - begin))
+        return self.min_lr + (self.lr - self.min_lr) * _left(style, progress)
+
+
+def _left(style: str, progress: float) -> float:
+    """What a decay leaves of lr - min_lr, a share, after a share of its samples."""
+    if style == "linear":
+        return 1 - progress
+    if style == "exponential":
+        return 2 * 0.5**progress - 1
+    if style == "minus_sqrt":
+        return 1 - math.sqrt(progress)
+    return (1 + math.cos(math.pi * progress)) / 2
 
 
 @frozen

@@ -17,6 +17,7 @@ from trilane.config.plan import Plan
 from trilane.utils.validation import require, shipped_json
 
 Arguments = dict[str, list[str]]  # name without leading dashes -> values; empty for a switch
+USUAL = ("decay_samples", "wsd_decay_style", "wsd_decay_samples")  # fields with its own defaults
 
 
 def known_arguments() -> dict[str, Any]:
@@ -81,7 +82,7 @@ def _of_fields(part: Any) -> dict[str, Any]:
         name = field.metadata.get("megatron")
         value = getattr(part, field.name)
         # the label names what is not so by default
-        is_named = "label" in field.metadata or field.name == "decay_samples"
+        is_named = "label" in field.metadata or field.name in USUAL
         if name and not (is_named and value == field.default):
             given[name] = value
     return given
@@ -105,10 +106,9 @@ def _of_plan(plan: Plan) -> dict[str, Any]:
     topology = plan.topology
     run = plan.run
     ramp = run.ramp
-    values = {
+    values: dict[str, Any] = {
         "max-position-embeddings": shape.seq_length,
         "train-samples": plan.samples,
-        "lr-decay-style": "cosine",
         "eval-interval": run.eval_interval or 1000,
         "no-bias-gelu-fusion": shape.activation != "gelu-tanh",
         "ffn-hidden-size": shape.ffn,

@@ -4,7 +4,7 @@ cannot represent.
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import fields, replace
+from dataclasses import MISSING, fields, replace
 from typing import Any, TypeVar
 
 from trilane.config.batch_rampup import Ramp, parse_ramp
@@ -66,11 +66,9 @@ class Given:
             if name and field.type is bool:
                 values[field.name] = self.has(name)
             elif name:
-                if isinstance(field.default, int | float):
-                    default = field.default
-                else:
+                default = usual.get(field.name, field.default)
+                if default is MISSING:
                     default = None
-                default = usual.get(field.name, default)
                 values[field.name] = self.get(name, field.type, default)  # type: ignore[arg-type]
         return values
 
@@ -155,9 +153,8 @@ def differing(values: Mapping[str, list[str]], plan: Plan) -> tuple[str, ...]:
         wanted["recompute_num_layers"] = str(plan.topology.recompute_layers)
     differs = []
     for name, value in wanted.items():
-        # what the programs take by default is what a plan has, but for the decay
-        usual = "linear" if name == "lr_decay_style" else value
-        text = " ".join(values.get(name, [usual])) or "yes"
+        # what the programs take by default is what a plan has
+        text = " ".join(values.get(name, [value])) or "yes"
         if not _is_same(text, value):
             differs.append(f"{name}={text}: a plan has {value}")
     coder = " ".join(values.get("tokenizer_type", []))
@@ -377,17 +374,20 @@ def _run(given: Given, data: Data, gbs: int) -> Run:
 
 
 def _optimizer(given: Given, run: Run, gbs: int) -> Optimizer:
-    """Warm-up and decay in samples; decay over the whole run, the programs' default, is 0 in a
-    plan.
+    """Warm-up and decay in samples, of iterations, or of Microsoft's Megatron-DeepSpeed in tokens;
+    decay over the whole run, the programs' default, is 0 in a plan.
     """
     usual = {"lr": None, "min_lr": 0.0, "weight_decay": 0.01, "adam_beta2": 0.999}
-    values = given.fields(Optimizer, usual)
+    values = given.fields(Optimizer, usual | {"decay_style": "linear"})
     whole = run.ramp.consumed(run.train_iters, gbs)
-    decay = values["decay_samples"] or gbs * given.get("lr_decay_iters", int, 0)
-    warmup = values["warmup_samples"] or gbs * given.get("lr_warmup_iters", int, 0)
+    for name in ("warmup", "decay", "wsd_decay"):
+        samples = gbs * given.get(f"lr_{name}_iters", int, 0)
+        samples += given.get(f"lr_{name}_tokens", int, 0) // given.get("seq_length", int)
+        values[f"{name}_samples"] = values[f"{name}_samples"] or samples
+    decay = values["decay_samples"]
     if given.has("lr_warmup_fraction"):  # of the decay, as in both programs
-        warmup = round(given.get("lr_warmup_fraction", float) * (decay or whole))
-    values["warmup_samples"] = warmup
+        fraction = given.get("lr_warmup_fraction", float)
+        values["warmup_samples"] = round(fraction * (decay or whole))
     values["decay_samples"] = 0 if decay == whole else decay
     return Optimizer(**values)
 

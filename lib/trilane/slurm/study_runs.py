@@ -139,6 +139,7 @@ def prepare_runs(
     corpus: str = "stdlib",
     tokenizer: str = "bytes",
     lr: float = 6e-4,
+    decay_style: str = "cosine",
     **run: Any,
 ) -> StudyRuns:
     """Write the run folders of the `count` best plans in the study's plans.json, for the site of
@@ -147,8 +148,9 @@ def prepare_runs(
         prepare_runs(Study.open("demo"), "jean-zay-a100", JobRequest(account="xyz@a100")).check()
 
     `control` adds the first other plan with tensor and pipeline parallelism, `engine` replaces that
-    of the search, and `run` are fields of Run. The learning rate decays as a cosine to a tenth of
-    `lr`. Raises ValueError for an impossible plan.
+    of the search, and `run` are fields of Run. The learning rate decays to a tenth of `lr`, by WSD
+    in the last fifth of the run (Hägele et al. 2024, arXiv:2405.18392). Raises ValueError for an
+    impossible plan.
     """
     where = sites.site(site)
     # at site `local` no script is needed, but a generic one is written
@@ -163,20 +165,29 @@ def prepare_runs(
     rows = []
     for number, reason in reasons.items():
         before = plans[number]
-        plan = _trained(before, engine or before.engine, data, lr, Limits(**run))
+        plan = _trained(before, engine or before.engine, data, lr, decay_style, Limits(**run))
         files = script.files(plan, of_script, request)
         folder, _ = study.run_folder(plan, files, jobs.active_jobs)
         rows.append(StudyRun(run=Run(folder), reason=reason))
     return StudyRuns(study=study, site=where, request=request, rows=tuple(rows))
 
 
-def _trained(searched: Plan, engine: str, data: Data, lr: float, limits: Limits) -> Plan:
-    """The plan of a search with data, a learning rate that decays as a cosine to a tenth, and a
-    length; by `engine`.
+def _trained(
+    searched: Plan, engine: str, data: Data, lr: float, style: str, limits: Limits
+) -> Plan:
+    """The plan of a search with data, a learning rate that decays to a tenth, and a length; by
+    `engine`.
     """
     gbs = searched.topology.gbs
-    samples = {"warmup_samples": 10 * gbs, "decay_samples": limits.train_iters * gbs}
-    optimizer = Optimizer(lr=lr, min_lr=lr / 10, **samples)
+    samples = limits.train_iters * gbs
+    optimizer = Optimizer(
+        lr=lr,
+        min_lr=lr / 10,
+        warmup_samples=10 * gbs,
+        decay_samples=samples,
+        decay_style=style,
+        wsd_decay_samples=samples // 5 if style == "WSD" else 0,
+    )
     label = searched.label
     if engine != searched.engine:
         label = label_of(searched.shape, searched.cluster, searched.topology, engine)
