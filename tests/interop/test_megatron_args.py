@@ -3,6 +3,7 @@ megatron/arguments.py.
 """
 
 import json
+import subprocess
 from dataclasses import replace
 
 import pytest
@@ -186,15 +187,17 @@ CANNOT_BE_READ = [  # an argument of GOOD, what stands in its place, the message
     ("--seq-length 128", "", "--seq-length=missing: needs one value"),
     ("", "--data-path 'open", "arguments=unreadable: not a command line (No closing quotation)"),
     ("", "--seed $SEED", "arguments=$SEED: a script is not read"),
-    ("", "\nsrun hostname", "arguments=srun hostname: a script is not read"),
+    ("", "\nsrun hostname", "arguments=srun hostname: of a script that names srun: a script"),
     (GOOD, "pretrain_gpt.py", "arguments=pretrain_gpt.py: holds no --name"),
+    ("", "--bf16 -- arguments --", "arguments=1 blocks: must be one, with head and end"),
+    ("", "--use-megatron-fsdp", "--use-megatron-fsdp=yes: a plan of Megatron-LM shards"),
     ("", "--num-experts 8", "--num-experts=8: a plan has one MLP a layer, no experts"),
     ("", "--kv-channels 64", "--kv-channels=64: a plan has hidden-size / heads = 32"),
     ("", "--rampup-batch-size 16 x", "--rampup-batch-size=16 x: must be START INCREMENT SAMPLES"),
     (
         "--tensor-model-parallel-size 2",
         "--tensor-model-parallel-size 0",
-        "gpus=4: must be a multiple of tp x pp = 0",
+        "gpus=4: must be a multiple of tp x cp x pp = 0",
     ),
     (
         "",
@@ -233,32 +236,64 @@ def test_what_cannot_be_written_is_one_line(topology: dict, changes: dict, messa
     assert str(caught.value).startswith(message) and "\n" not in str(caught.value)
 
 
+# of the forms of public scripts: += of a string, an array that no command has, a nested command
+SCRIPT = r"""
+SIZE=$(python3 -c "print(8)")
+ARGS="ARGUMENTS"
+ARGS+=" --moe 2"
+LONG_ARGS=(--context-parallel-size 8)
+torchrun --nproc_per_node 1 pretrain_gpt.py $ARGS
+srun bash -c "
+cd /scratch
+torchrun --nproc_per_node 2 --node_rank \$SLURM_NODEID pretrain_gpt.py $ARGS \
+    --tensor-model-parallel-size 2 2>&1 | tee log"
+"""
+
+
 def test_the_command_goes_both_ways(tmp_path, capsys):
+    """And bash alone reads the script: the stubs get what it launches."""
     path = tmp_path / "small.json"
-    path.write_text(
-        json.dumps(
-            {**small_plan().to_json(), "data": Data(folder=str(tmp_path), source="mock").__dict__}
-        )
-    )
+    data = vars(Data(folder=str(tmp_path), source="mock"))
+    path.write_text(json.dumps({**small_plan().to_json(), "data": data}))
     assert main(["convert", "megatron", str(path), "--prepare"]) == 0
     text = capsys.readouterr().out
     assert f"--data-path {tmp_path}/mock-" in text and "--tokenizer-type NullTokenizer" in text
-    (tmp_path / "job.txt").write_text("srun pretrain_gpt.py --moe 2 " + text)
-    assert (
-        main(
-            [
-                "convert",
-                "megatron",
-                "--read",
-                str(tmp_path / "job.txt"),
-                "--cluster",
-                "jz-a100-80g",
-                "--gpus",
-                "1",
-            ]
-        )
-        == 0
-    )
+    path.write_text(SCRIPT.replace("ARGUMENTS", text))
+    assert main(["convert", "megatron", "--stubs", f"{tmp_path}/stubs"]) == 0
+    run = capsys.readouterr().out.replace("SCRIPT", str(path))
+    subprocess.run(run, shell=True, check=True)
+    line = f"convert megatron --read {tmp_path}/stubs --cluster jz-a100-80g"
+    assert main(line.split()) == 0
     out, err = capsys.readouterr()
-    assert json.loads(out)["shape"] == small_plan().to_json()["shape"]
-    assert err.splitlines()[0] == "trilane: moe: unknown, not in the plan"
+    first, second = json.loads(out)["plans"]
+    assert first["shape"] == small_plan().to_json()["shape"]
+    assert (first["label"], first["topology"]["tp"]) == ("launch-0002", 1)
+    assert (second["label"], second["topology"]["tp"]) == ("launch-0003", 2)
+    assert err.splitlines()[0] == "trilane: launch-0002: unknown, not in the plan: moe"
+
+
+# more arguments, and the data that the plan then has
+SOURCES = [
+    ("--data-path 1.0 p", "p"),
+    ("--data-path $(python3 mix.py a)", "stdlib"),
+    ("--data-path a b c", "stdlib"),
+    ("--num-experts 1", "stdlib"),
+]
+
+
+@pytest.mark.parametrize(("words", "source"), SOURCES)
+def test_data_of_any_form_and_one_expert_keep_no_topology_from_being_read(words: str, source: str):
+    found = parse_plan(read_arguments(f"{BARE} {words}"), cluster=MACHINE, gpus=4)
+    assert found.plan.data.source == source
+    assert any(line.startswith("data_path=") for line in found.differs) == (source == "stdlib")
+
+
+def test_a_block_of_a_log_is_read():
+    """As Megatron prints it into its log: all its defaults, and the vocabulary later."""
+    lines = {**read_arguments(BARE), "world_size": ["8"], "add_bias_linear": ["False"]}
+    lines |= {"data_path": ["['0.5', 'a', '1', 'b']"], "padded_vocab_size": ["None"]}
+    block = "".join(f"0:   {name} .... {' '.join(v) or True}\n" for name, v in lines.items())
+    end = "-- end of arguments --\n > padded vocab (size: 5) with 123 dummy tokens (new size: 128)"
+    plan = parse_plan(read_arguments(f"-- arguments --\n{block}{end}"), cluster=MACHINE).plan
+    assert (plan.topology.dp, plan.shape.biases, plan.shape.vocab_size) == (8, "none", 128)
+    assert [part.source for part in plan.data.blend] == ["a", "b"]
