@@ -181,6 +181,73 @@ def test_a_command_line_is_read_and_what_a_plan_lacks_is_named():
     compare("parsed", values)
 
 
+# of the forms of public scripts: += of a string, an array that no command has, a nested command
+SCRIPT = rf"""
+SIZE=$(python3 -c "print(8)")
+ARGS="{BARE} --data-path p"
+ARGS+=" --tensor-model-parallel-size 2"
+LONG_ARGS=(--context-parallel-size 8)
+torchrun --nproc_per_node 8 pretrain_gpt.py $ARGS
+srun --label bash -c "
+cd /scratch
+torchrun --nproc_per_node 4 --node_rank \$SLURM_NODEID pretrain_gpt.py $ARGS \
+    --recompute-activations 2>&1 | tee log"
+"""
+
+
+def test_each_launch_of_a_script_that_bash_runs_is_a_plan(tmp_path, capsys):
+    stubs = f"{tmp_path}/stubs"
+    assert main(["convert", "megatron", "--stubs", stubs]) == 0
+    (tmp_path / "job.sh").write_text(SCRIPT)
+    run = capsys.readouterr().out.replace("SCRIPT", f"{tmp_path}/job.sh")
+    subprocess.run(run, shell=True, check=True)
+    main(f"convert megatron --cluster h200 --read {stubs}".split())
+    plans = json.loads(capsys.readouterr().out)["plans"]
+    assert [plan["label"] for plan in plans] == ["launch-0002", "launch-0003"]
+    sizes = [[plan["topology"][name] for name in ("tp", "cp", "dp", "recompute")] for plan in plans]
+    assert sizes == [[2, 1, 4, "none"], [2, 1, 2, "selective"]]
+
+
+FORMS = [  # more words, the source of the data
+    ("--data-path 1.0 p --num-experts 1", "p"),
+    ("--data-path $(python3 mix.py a) --master_port $PORT", "stdlib"),
+    ("--data-path a b c", "stdlib"),
+]
+
+
+@pytest.mark.parametrize(("words", "source"), FORMS)
+def test_data_of_any_form_keeps_no_topology_from_being_read(words: str, source: str):
+    text = f"deepspeed --num_nodes 2 --num_gpus 4 {BARE} {words}"
+    assert parse_plan(read_arguments(text), cluster=MACHINE).plan.data.source == source
+
+
+# of the form of its _print_args(), with srun's label in front
+BLOCK = """
+0: ------------------------ arguments ------------------------
+0:   add_bias_linear ................................. False
+0:   bf16 ............................................ True
+0:   data_path ....................................... ['0.5', 'a', '1', 'b c']
+0:   hidden_size ..................................... 256
+0:   lr .............................................. 0.0001
+0:   micro_batch_size ................................ 2
+0:   num_attention_heads ............................. 8
+0:   num_layers ...................................... 8
+0:   padded_vocab_size ............................... None
+0:   seq_length ...................................... 128
+0:   sequence_parallel ............................... False
+0:   train_iters ..................................... 50
+0:   world_size ...................................... 8
+0: -------------------- end of arguments ---------------------
+0:  > padded vocab (size: 500) with 12 dummy tokens (new size: 512)
+"""
+
+
+def test_a_block_of_a_log_is_a_plan():
+    plan = parse_plan(read_arguments(BLOCK), cluster=MACHINE).plan
+    assert (plan.topology.gpus, plan.shape.biases, plan.shape.vocab_size) == (8, "none", 512)
+    assert [part.source for part in plan.data.blend] == ["a", "b c"]
+
+
 GOOD = megatron_text(megatron_args(plan({"tp": 2, "pp": 2})))
 CANNOT_BE_READ = [  # an argument of GOOD, what stands in its place, the message
     ("--lr 6e-05", "--lr fast", "--lr=fast: must be a number"),
@@ -189,7 +256,8 @@ CANNOT_BE_READ = [  # an argument of GOOD, what stands in its place, the message
     ("", "--seed $SEED", "arguments=$SEED: a script is not read"),
     ("", "\nsrun hostname", "arguments=srun hostname: of a script that names srun: a script"),
     (GOOD, "pretrain_gpt.py", "arguments=pretrain_gpt.py: holds no --name"),
-    ("", "--bf16 -- arguments --", "arguments=1 blocks: must be one, with head and end"),
+    (GOOD, BLOCK * 2, "arguments=2 blocks: must be one"),
+    (GOOD, BLOCK[:800], "arguments=1 blocks: must be one"),
     ("", "--use-megatron-fsdp", "--use-megatron-fsdp=yes: a plan of Megatron-LM shards"),
     ("", "--num-experts 8", "--num-experts=8: a plan has one MLP a layer, no experts"),
     ("", "--kv-channels 64", "--kv-channels=64: a plan has hidden-size / heads = 32"),
@@ -236,64 +304,32 @@ def test_what_cannot_be_written_is_one_line(topology: dict, changes: dict, messa
     assert str(caught.value).startswith(message) and "\n" not in str(caught.value)
 
 
-# of the forms of public scripts: += of a string, an array that no command has, a nested command
-SCRIPT = r"""
-SIZE=$(python3 -c "print(8)")
-ARGS="ARGUMENTS"
-ARGS+=" --moe 2"
-LONG_ARGS=(--context-parallel-size 8)
-torchrun --nproc_per_node 1 pretrain_gpt.py $ARGS
-srun bash -c "
-cd /scratch
-torchrun --nproc_per_node 2 --node_rank \$SLURM_NODEID pretrain_gpt.py $ARGS \
-    --tensor-model-parallel-size 2 2>&1 | tee log"
-"""
-
-
 def test_the_command_goes_both_ways(tmp_path, capsys):
-    """And bash alone reads the script: the stubs get what it launches."""
     path = tmp_path / "small.json"
-    data = vars(Data(folder=str(tmp_path), source="mock"))
-    path.write_text(json.dumps({**small_plan().to_json(), "data": data}))
+    path.write_text(
+        json.dumps(
+            {**small_plan().to_json(), "data": Data(folder=str(tmp_path), source="mock").__dict__}
+        )
+    )
     assert main(["convert", "megatron", str(path), "--prepare"]) == 0
     text = capsys.readouterr().out
     assert f"--data-path {tmp_path}/mock-" in text and "--tokenizer-type NullTokenizer" in text
-    path.write_text(SCRIPT.replace("ARGUMENTS", text))
-    assert main(["convert", "megatron", "--stubs", f"{tmp_path}/stubs"]) == 0
-    run = capsys.readouterr().out.replace("SCRIPT", str(path))
-    subprocess.run(run, shell=True, check=True)
-    line = f"convert megatron --read {tmp_path}/stubs --cluster jz-a100-80g"
-    assert main(line.split()) == 0
+    (tmp_path / "job.txt").write_text("srun pretrain_gpt.py --moe 2 " + text)
+    assert (
+        main(
+            [
+                "convert",
+                "megatron",
+                "--read",
+                str(tmp_path / "job.txt"),
+                "--cluster",
+                "jz-a100-80g",
+                "--gpus",
+                "1",
+            ]
+        )
+        == 0
+    )
     out, err = capsys.readouterr()
-    first, second = json.loads(out)["plans"]
-    assert first["shape"] == small_plan().to_json()["shape"]
-    assert (first["label"], first["topology"]["tp"]) == ("launch-0002", 1)
-    assert (second["label"], second["topology"]["tp"]) == ("launch-0003", 2)
-    assert err.splitlines()[0] == "trilane: launch-0002: unknown, not in the plan: moe"
-
-
-# more arguments, and the data that the plan then has
-SOURCES = [
-    ("--data-path 1.0 p", "p"),
-    ("--data-path $(python3 mix.py a)", "stdlib"),
-    ("--data-path a b c", "stdlib"),
-    ("--num-experts 1", "stdlib"),
-]
-
-
-@pytest.mark.parametrize(("words", "source"), SOURCES)
-def test_data_of_any_form_and_one_expert_keep_no_topology_from_being_read(words: str, source: str):
-    found = parse_plan(read_arguments(f"{BARE} {words}"), cluster=MACHINE, gpus=4)
-    assert found.plan.data.source == source
-    assert any(line.startswith("data_path=") for line in found.differs) == (source == "stdlib")
-
-
-def test_a_block_of_a_log_is_read():
-    """As Megatron prints it into its log: all its defaults, and the vocabulary later."""
-    lines = {**read_arguments(BARE), "world_size": ["8"], "add_bias_linear": ["False"]}
-    lines |= {"data_path": ["['0.5', 'a', '1', 'b']"], "padded_vocab_size": ["None"]}
-    block = "".join(f"0:   {name} .... {' '.join(v) or True}\n" for name, v in lines.items())
-    end = "-- end of arguments --\n > padded vocab (size: 5) with 123 dummy tokens (new size: 128)"
-    plan = parse_plan(read_arguments(f"-- arguments --\n{block}{end}"), cluster=MACHINE).plan
-    assert (plan.topology.dp, plan.shape.biases, plan.shape.vocab_size) == (8, "none", 128)
-    assert [part.source for part in plan.data.blend] == ["a", "b"]
+    assert json.loads(out)["shape"] == small_plan().to_json()["shape"]
+    assert err.splitlines()[0] == "trilane: unknown, not in the plan: moe"
