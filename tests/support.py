@@ -24,7 +24,7 @@ from trilane.utils.validation import to_mapping
 REPOSITORY = Path(__file__).parents[1]
 BROWSER = Path("/usr/bin/chromium")
 # the demo of the tests
-SMALL = "-p seconds_per_iteration 0.02 -p lr 2e-3 -p runs 1".split()
+SMALL = ["-p", "seconds_per_iteration", "0.02", "-p", "lr", "2e-3", "-p", "runs", "1"]
 IN_BROWSER = [
     pytest.mark.slow,
     pytest.mark.skipif(

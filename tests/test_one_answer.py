@@ -130,7 +130,10 @@ def test_every_command_shows_the_prediction_of_the_plan(case, tmp_path, capsys):
 
     if name != "out of memory":
         forecast = printed(capsys, f"plan calendar {path} --tokens 1e9 --runs 100")
-        assert (forecast["plan_id"], figures(forecast["prediction"])) == (plan.id, figures(expected))
+        assert (forecast["plan_id"], figures(forecast["prediction"])) == (
+            plan.id,
+            figures(expected),
+        )
 
     main(f"slurm check {path} --site {SITES[name]} --account xyz@a100 --json".split())
     report = capsys.readouterr().out

@@ -190,8 +190,8 @@ LONG_ARGS=(--context-parallel-size 8)
 torchrun --nproc_per_node 8 pretrain_gpt.py $ARGS
 srun --label bash -c "
 cd /scratch
-torchrun --nproc_per_node 4 --node_rank \$SLURM_NODEID pretrain_gpt.py $ARGS \
-    --recompute-activations 2>&1 | tee log"
+torchrun --nproc_per_node 4 --node_rank \$SLURM_NODEID pretrain_gpt.py \
+    --recompute-activations $ARGS 2>&1 | tee log"
 """
 
 

@@ -18,7 +18,7 @@ print(stamp()["revision"])
 @pytest.mark.slow
 def test_a_wheel_brings_its_notebooks_and_templates(tmp_path):
     pytest.importorskip("setuptools")
-    listed = "git ls-files -z --cached --others --exclude-standard".split()
+    listed = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     files = subprocess.run(
         listed, cwd=REPOSITORY, check=True, capture_output=True, text=True
     ).stdout.split("\0")
