@@ -65,6 +65,7 @@ BAD = [
     ("logs parse binary", "log=binary: is a binary file, not a log"),
     # what stands after -- is for srun
     ("slurm job end none --code -9 --test -- -N 2", "No such file or directory"),
+    ("run 02_topology --study new", "has no sizing.json yet; run 01_sizing first"),
     ("run 02_topolgy", "notebook=02_topolgy: known: "),
     (
         "slurm status dmo",
