@@ -149,7 +149,7 @@ def test_what_is_no_regular_file_is_refused_unread(here: Path, capsys):
         "-.json",
     ):
         for line in (*READERS[:6], "logs parse X", "convert megatron --read X --cluster h200"):
-            refused(capsys, *(name if word == "X" else word for word in line.split()))
+            refused(capsys, *line.replace("X", name).split())
 
 
 def changed(values: Any, path: str, new: Any) -> Any:

@@ -78,15 +78,8 @@ def options(plan: Plan, tmp_path) -> list[str]:
     machine.write_text(json.dumps(dataclasses.asdict(plan.cluster)))
     s = plan.shape
     shape = f"{s.num_layers},{s.hidden_size},{s.num_attention_heads},{s.seq_length},{s.vocab_size}"
-    words = [
-        "--shape",
-        shape,
-        "--cluster",
-        str(machine),
-        "--gbs",
-    ]
-    words += [str(plan.topology.gbs), "--engine", plan.engine]
-    return words + [
+    words = f"--shape {shape} --cluster {machine} --gbs {plan.topology.gbs} --engine {plan.engine}"
+    return words.split() + [
         word for name, v in pinned(plan).items() for word in (f"--{name.replace('_', '-')}", v)
     ]
 
