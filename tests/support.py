@@ -23,17 +23,8 @@ from trilane.utils.validation import to_mapping
 
 REPOSITORY = Path(__file__).parents[1]
 BROWSER = Path("/usr/bin/chromium")
-SMALL = [
-    "-p",
-    "seconds_per_iteration",
-    "0.02",
-    "-p",
-    "lr",
-    "2e-3",
-    "-p",
-    "runs",
-    "1",
-]  # the demo of the tests
+# the demo of the tests
+SMALL = ["-p", "seconds_per_iteration", "0.02", "-p", "lr", "2e-3", "-p", "runs", "1"]
 IN_BROWSER = [
     pytest.mark.slow,
     pytest.mark.skipif(

@@ -31,9 +31,8 @@ def printed(name: str, *words: str) -> dict:
 
 @pytest.mark.slow
 def test_the_overhead_is_that_of_pairs_in_one_run():
-    found = printed(
-        "engine_overhead.py", "--shape", "2,64,4,32,512", "--mbs", "2", "--gbs", "4", "--pairs", "8"
-    )
+    words = "--shape 2,64,4,32,512 --mbs 2 --gbs 4 --pairs 8"
+    found = printed("engine_overhead.py", *words.split())
     assert found["pairs"] == 8
     for clock in ("wall", "cpu"):
         one = found[clock]

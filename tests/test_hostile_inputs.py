@@ -109,27 +109,21 @@ FILES = {
     "half a character": b'{"label": "\\ud800"}',
 }
 READERS = (
-    *("plan show X", "slurm script X --site generic", "plan calendar X --tokens 1e9"),
-    *(
-        "slurm script plan.json --site X",
-        "plan show --shape X --cluster h200 --gbs 16",
-        "convert megatron X",
-    ),
-    *(
-        "plan show --shape 12,768,12,1024,50304 --gbs 16 --cluster X",
-        "plan show plan.json --calibration X",
-    ),
+    "plan show X",
+    "slurm script X --site generic",
+    "plan calendar X --tokens 1e9",
+    "slurm script plan.json --site X",
+    "plan show --shape X --cluster h200 --gbs 16",
+    "convert megatron X",
+    "plan show --shape 12,768,12,1024,50304 --gbs 16 --cluster X",
+    "plan show plan.json --calibration X",
     "plan calendar plan.json --tokens 1e9 --risks X",
-    *(
-        "slurm sweep X new --site generic",
-        "slurm chain X new --site generic",
-        "train X",
-        "plan backtest X",
-    ),
-    *(
-        "debug rehearse X",
-        "calibrate X --cluster h200 -o new.json",
-    ),
+    "slurm sweep X new --site generic",
+    "slurm chain X new --site generic",
+    "train X",
+    "plan backtest X",
+    "debug rehearse X",
+    "calibrate X --cluster h200 -o new.json",
 )
 
 
@@ -155,7 +149,7 @@ def test_what_is_no_regular_file_is_refused_unread(here: Path, capsys):
         "-.json",
     ):
         for line in (*READERS[:6], "logs parse X", "convert megatron --read X --cluster h200"):
-            refused(capsys, *(name if word == "X" else word for word in line.split()))
+            refused(capsys, *line.replace("X", name).split())
 
 
 def changed(values: Any, path: str, new: Any) -> Any:
@@ -165,14 +159,16 @@ def changed(values: Any, path: str, new: Any) -> Any:
 
 
 LABELS = {
-    **{
-        "empty": "",
-        "way out": "../../canary",
-        "option": "-rf",
-        "line end": "a\ntouch canary",
-        "escape": "\x1b[2J",
-    },
-    **{"long": "a" * 201, "hidden": ".ssh", "half": "\ud800", "number": 1, "null": None},
+    "empty": "",
+    "way out": "../../canary",
+    "option": "-rf",
+    "line end": "a\ntouch canary",
+    "escape": "\x1b[2J",
+    "long": "a" * 201,
+    "hidden": ".ssh",
+    "half": "\ud800",
+    "number": 1,
+    "null": None,
 }
 PLANS = {
     **{f"label {name}": ("label", value) for name, value in LABELS.items()},
@@ -192,16 +188,8 @@ PLANS = {
 @pytest.mark.parametrize(("path", "value"), PLANS.values(), ids=PLANS)
 def test_a_plan_that_cannot_be_is_refused_by_name(here: Path, capsys, path: str, value: Any):
     write("bad.json", changed(small_plan().to_json(), path, value))
-    for line in ("plan show", "slurm script --site generic", "train", "convert megatron"):
-        group, *rest = line.split()
-        refused(
-            capsys,
-            group,
-            *rest[:1],
-            *(["bad.json"] if rest else []),
-            *rest[1:],
-            *([] if rest else ["bad.json"]),
-        )
+    for line in ("plan show X", "slurm script X --site generic", "train X", "convert megatron X"):
+        refused(capsys, *line.replace("X", "bad.json").split())
 
 
 GOOD = json.dumps(small_plan().to_json())

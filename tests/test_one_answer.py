@@ -38,23 +38,9 @@ PLANS = {
     "out of memory": plan_of(SHAPES[1], A100, "deepspeed-3d", LARGE),
 }
 SITES = {"this machine": "local", "out of memory": "jean-zay-a100"}
-FREE = (
-    "tp",
-    "pp",
-    "dp",
-    "mbs",
-    "zero",
-    "recompute",
-    "interleaving",
-    "partition",
-    "sequence_parallel",
-    "offload",
-    "cp",
-    "first_stage_layers",
-    "last_stage_layers",
-)
-FREE += ("overlap_grad_reduce", "overlap_param_gather")
-FIXED = ("precision", "attention", "fp32_gradients")
+PINNED = "tp pp dp mbs zero recompute interleaving partition sequence_parallel offload cp"
+PINNED += " first_stage_layers last_stage_layers overlap_grad_reduce overlap_param_gather"
+PINNED += " precision attention fp32_gradients"
 ASKED = "--cluster jz-v100-32g --gpus 32 --gbs 512"
 RUN = "--tokens 30B --price 2 --spare-nodes 0"
 QUESTIONS = {
@@ -73,13 +59,14 @@ def figures(prediction: Any) -> tuple[float, float, float]:
 
 
 def printed(capsys, *words: object) -> Any:
-    main([*map(str, words), "--json"])
+    """The JSON that a command of these words prints; a text holds several."""
+    main([*" ".join(map(str, words)).split(), "--json"])
     return json.loads(capsys.readouterr().out)
 
 
 def pinned(plan: Plan) -> dict[str, str]:
     """Every choice of the plan, as options and parameters of a notebook give it."""
-    values = {name: getattr(plan.topology, name) for name in (*FREE, *FIXED)}
+    values = {name: getattr(plan.topology, name) for name in PINNED.split()}
     return {
         name: ("yes" if v else "no") if isinstance(v, bool) else str(v)
         for name, v in values.items()
@@ -91,15 +78,8 @@ def options(plan: Plan, tmp_path) -> list[str]:
     machine.write_text(json.dumps(dataclasses.asdict(plan.cluster)))
     s = plan.shape
     shape = f"{s.num_layers},{s.hidden_size},{s.num_attention_heads},{s.seq_length},{s.vocab_size}"
-    words = [
-        "--shape",
-        shape,
-        "--cluster",
-        str(machine),
-        "--gbs",
-    ]
-    words += [str(plan.topology.gbs), "--engine", plan.engine]
-    return words + [
+    words = f"--shape {shape} --cluster {machine} --gbs {plan.topology.gbs} --engine {plan.engine}"
+    return words.split() + [
         word for name, v in pinned(plan).items() for word in (f"--{name.replace('_', '-')}", v)
     ]
 
@@ -131,35 +111,24 @@ def case(
 
 def test_every_command_shows_the_prediction_of_the_plan(case, tmp_path, capsys):
     name, plan, expected, path = case
-    shown = printed(capsys, "plan", "show", path)
+    shown = printed(capsys, f"plan show {path}")
     assert (shown["id"], figures(shown["prediction"])) == (plan.id, figures(expected))
-    again = printed(capsys, "plan", "show", *options(plan, tmp_path))
+    again = printed(capsys, "plan show", *options(plan, tmp_path))
     assert (again["id"], figures(again["prediction"])) == (plan.id, figures(expected))
 
     asked = [*options(plan, tmp_path), "--gpus", plan.topology.gpus]
-    found = printed(capsys, "plan", "search", *asked)
+    found = printed(capsys, "plan search", *asked)
     listed = [(p["id"], p["label"], figures(p["prediction"])) for p in found["plans"]]
     assert listed == ([] if name == "out of memory" else [(plan.id, plan.label, figures(expected))])
 
     if name != "out of memory":
-        forecast = printed(capsys, "plan", "calendar", path, "--tokens", "1e9", "--runs", "100")
+        forecast = printed(capsys, f"plan calendar {path} --tokens 1e9 --runs 100")
         assert (forecast["plan_id"], figures(forecast["prediction"])) == (
             plan.id,
             figures(expected),
         )
 
-    main(
-        [
-            "slurm",
-            "check",
-            str(path),
-            "--site",
-            SITES[name],
-            "--account",
-            "xyz@a100",
-            "--json",
-        ]
-    )
+    main(f"slurm check {path} --site {SITES[name]} --account xyz@a100 --json".split())
     report = capsys.readouterr().out
     size = f"predicted {expected.memory_bytes / 2**30:.1f} of"
     assert ("memory" in report and size in report) == (expected.oom_probability > 0.1)
@@ -188,7 +157,7 @@ def test_no_command_contradicts_another(command: str, tmp_path, outputs: Path, c
     monkeypatch.setattr(commands, "find_spec", lambda name: None)  # decide executes no notebook
 
     def of(words: str) -> Any:
-        return printed(capsys, *words.split())
+        return printed(capsys, words)
 
     listed = of(f"plan {command} {QUESTIONS[command]}")
     Path("plan.json").write_text(json.dumps(listed))
@@ -273,7 +242,7 @@ def test_a_plan_keeps_the_constants_that_predicted_it(tmp_path, outputs: Path, c
     assert expected > 1.2 * predict(plan).sec_per_it
     for source in ("uni", str(path)):
         asked = [*options(plan, tmp_path), "--gpus", plan.topology.gpus, "--calibration", source]
-        found = printed(capsys, "plan", "search", *asked)
+        found = printed(capsys, "plan search", *asked)
         (tmp_path / "found.json").write_text(json.dumps(found))
         assert found["plans"][0]["id"] == plan.id
         kept = found["plans"][0]["calibration"]
@@ -299,13 +268,13 @@ def of_every_command(capsys) -> list[float]:
     and in a chain.
     """
     kept = json.loads(Path("found.json").read_text())["plans"][0]["prediction"]["sec_per_it"]
-    shown = printed(capsys, "plan", "show", "found.json")["prediction"]["sec_per_it"]
+    shown = printed(capsys, "plan show found.json")["prediction"]["sec_per_it"]
     assert predict(read_plan("found.json")).sec_per_it == shown, (
         "in Python, by the constants that the plan carries"
     )
-    dated = printed(capsys, "plan", "calendar", "found.json", "--tokens", "1e9", "--runs", "100")
+    dated = printed(capsys, "plan calendar found.json --tokens 1e9 --runs 100")
     shutil.rmtree("chain", ignore_errors=True)
-    (link,) = printed(capsys, "slurm", "chain", "found.json", "chain", "--site", "generic")["links"]
+    (link,) = printed(capsys, "slurm chain found.json chain --site generic")["links"]
     return [
         kept,
         shown,

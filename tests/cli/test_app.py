@@ -48,8 +48,3 @@ def test_without_a_group_all_are_listed():
 def test_h_is_help_of_every_group_and_command(capsys):
     for words in [[], ["slurm", "job"], *shown_commands()]:
         assert main([*words, "-h"]) == 0 and "-h, --help" in capsys.readouterr().out
-
-
-def test_a_notebook_that_lacks_an_earlier_one_is_bad_input(outputs, capsys):
-    assert main(["run", "02_topology", "--study", "new"]) == 2
-    assert "has no sizing.json yet; run 01_sizing first" in capsys.readouterr().err

@@ -57,12 +57,15 @@ BAD = [
     ("plan show old.json", f"calibration=mine: {OTHER}"),
     ("train folder", "plan=folder/plan.json: no such file"),
     ("convert deepspeed plan.json", "engine=megatron: takes no DeepSpeed JSON"),
-    ("convert megatron", "plan=missing: give either a plan, or --read FILE"),
+    ("convert megatron", "plan=missing: give a plan, or --read, or --stubs"),
     ("convert megatron --read job.txt", "cluster=missing: --read needs the cluster"),
+    ("convert megatron --stubs damaged", "stubs=damaged: has files; name a new"),
+    ("convert megatron --read folder --cluster h200", "read=folder: of 0 calls of its stubs none"),
     (f"slurm chain plan.json c --stages 8:2 {SITE}", "stages="),
     ("logs parse binary", "log=binary: is a binary file, not a log"),
     # what stands after -- is for srun
     ("slurm job end none --code -9 --test -- -N 2", "No such file or directory"),
+    ("run 02_topology --study new", "has no sizing.json yet; run 01_sizing first"),
     ("run 02_topolgy", "notebook=02_topolgy: known: "),
     (
         "slurm status dmo",

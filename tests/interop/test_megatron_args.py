@@ -3,6 +3,7 @@ megatron/arguments.py.
 """
 
 import json
+import subprocess
 from dataclasses import replace
 from re import escape
 from typing import Any
@@ -175,21 +176,91 @@ def test_a_command_line_is_read_and_what_a_plan_lacks_is_named():
     compare("parsed", values)
 
 
+# of the forms of public scripts: += of a string, an array that no command has, a nested command
+SCRIPT = rf"""
+SIZE=$(python3 -c "print(8)")
+ARGS="{BARE} --data-path p"
+ARGS+=" --tensor-model-parallel-size 2"
+LONG_ARGS=(--context-parallel-size 8)
+torchrun --nproc_per_node 8 pretrain_gpt.py $ARGS
+srun --label bash -c "
+cd /scratch
+torchrun --nproc_per_node 4 --node_rank \$SLURM_NODEID pretrain_gpt.py \
+    --recompute-activations $ARGS 2>&1 | tee log"
+"""
+
+
+def test_each_launch_of_a_script_that_bash_runs_is_a_plan(tmp_path, capsys):
+    stubs = f"{tmp_path}/stubs"
+    assert main(["convert", "megatron", "--stubs", stubs]) == 0
+    (tmp_path / "job.sh").write_text(SCRIPT)
+    run = capsys.readouterr().out.replace("SCRIPT", f"{tmp_path}/job.sh")
+    subprocess.run(run, shell=True, check=True)
+    main(f"convert megatron --cluster h200 --read {stubs}".split())
+    plans = json.loads(capsys.readouterr().out)["plans"]
+    assert [plan["label"] for plan in plans] == ["launch-0002", "launch-0003"]
+    assert [plan["topology"]["dp"] for plan in plans] == [4, 2]
+    assert [plan["topology"]["recompute"] for plan in plans] == ["none", "selective"]
+
+
+FORMS = [  # more words, the source of the data
+    ("--data-path 1.0 p --num-experts 1", "p"),
+    ("--data-path $(python3 mix.py a) --master_port $PORT", "stdlib"),
+    ("--data-path a b c", "stdlib"),
+]
+
+
+@pytest.mark.parametrize(("words", "source"), FORMS)
+def test_data_of_any_form_keeps_no_topology_from_being_read(words: str, source: str):
+    text = f"deepspeed --num_nodes 2 --num_gpus 4 {BARE} {words}"
+    assert parse_plan(read_arguments(text), cluster=MACHINE).plan.data.source == source
+
+
+# of the form of its _print_args(), with srun's label in front
+BLOCK = """
+0: ------------------------ arguments ------------------------
+0:   add_bias_linear ................................. False
+0:   bf16 ............................................ True
+0:   data_path ....................................... ['0.5', 'a', '1', 'b c']
+0:   hidden_size ..................................... 256
+0:   lr .............................................. 0.0001
+0:   micro_batch_size ................................ 2
+0:   num_attention_heads ............................. 8
+0:   num_layers ...................................... 8
+0:   padded_vocab_size ............................... None
+0:   seq_length ...................................... 128
+0:   sequence_parallel ............................... False
+0:   train_iters ..................................... 50
+0:   world_size ...................................... 8
+0: -------------------- end of arguments ---------------------
+0:  > padded vocab (size: 500) with 12 dummy tokens (new size: 512)
+"""
+
+
+def test_a_block_of_a_log_is_a_plan():
+    plan = parse_plan(read_arguments(BLOCK), cluster=MACHINE).plan
+    assert (plan.topology.gpus, plan.shape.biases, plan.shape.vocab_size) == (8, "none", 512)
+    assert [part.source for part in plan.data.blend] == ["a", "b c"]
+
+
 GOOD = megatron_text(megatron_args(plan({"tp": 2, "pp": 2})))
 CANNOT_BE_READ = [  # an argument of GOOD, what stands in its place, the message
     ("--lr 6e-05", "--lr fast", "--lr=fast: must be a number"),
     ("--seq-length 128", "", "--seq-length=missing: needs one value"),
     ("", "--data-path 'open", "arguments=unreadable: not a command line (No closing quotation)"),
     ("", "--seed $SEED", "arguments=$SEED: a script is not read"),
-    ("", "\nsrun hostname", "arguments=srun hostname: a script is not read"),
+    ("", "\nsrun hostname", "arguments=srun hostname: of a script that names srun: a script"),
     (GOOD, "pretrain_gpt.py", "arguments=pretrain_gpt.py: holds no --name"),
+    (GOOD, BLOCK * 2, "arguments=2 blocks: must be one"),
+    (GOOD, BLOCK[:800], "arguments=1 blocks: must be one"),
+    ("", "--use-megatron-fsdp", "--use-megatron-fsdp=yes: a plan shards"),
     ("", "--num-experts 8", "--num-experts=8: a plan has one MLP a layer, no experts"),
     ("", "--kv-channels 64", "--kv-channels=64: a plan has hidden-size / heads = 32"),
     ("", "--rampup-batch-size 16 x", "--rampup-batch-size=16 x: must be START INCREMENT SAMPLES"),
     (
         "--tensor-model-parallel-size 2",
         "--tensor-model-parallel-size 0",
-        "gpus=4: must be a multiple of tp x pp = 0",
+        "gpus=4: must be a multiple of tp x cp x pp = 0",
     ),
     (
         "",
@@ -256,4 +327,4 @@ def test_the_command_goes_both_ways(tmp_path, capsys):
     )
     out, err = capsys.readouterr()
     assert json.loads(out)["shape"] == small_plan().to_json()["shape"]
-    assert err.splitlines()[0] == "trilane: moe: unknown, not in the plan"
+    assert err.splitlines()[0] == "trilane: unknown, not in the plan: moe"

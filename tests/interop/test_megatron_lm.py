@@ -266,6 +266,13 @@ def test_megatron_lm_takes_every_plan_and_means_what_the_plan_has(taken: list):
         assert misunderstood(args, plan) == {}
 
 
+def test_the_block_in_its_log_is_the_plan(taken: list, program: Program, capsys):
+    for plan, args in taken:
+        program.arguments._print_args("arguments", args)
+        read = parse_plan(read_arguments(capsys.readouterr().out), cluster=plan.cluster)
+        assert (read.plan, read.differs) == (plan, ())
+
+
 BARE = "--num-layers 8 --hidden-size 256 --num-attention-heads 8 --seq-length 128 --lr 1e-4"
 BARE += " --max-position-embeddings 128 --padded-vocab-size 51200 --train-samples 800"
 # 1000 was its default; from 0.16 on a run without it ends in get_train_valid_test_num_samples()

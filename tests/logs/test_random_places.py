@@ -17,17 +17,7 @@ from test_log_dialects import m2021
 
 from trilane.logs.run import read_log
 
-HOSTS = (
-    "gpu{:02}",
-    "rank{}",
-    "jean-zay-iam{}",
-    "r1i{}n3",
-    "node-{}.site.org",
-    "default{}",
-    "worker-{}",
-    "a{}b",
-    "n0{}",
-)
+HOSTS = "gpu{:02} rank{} jean-zay-iam{} r1i{}n3 node-{}.site.org default{} worker-{} a{}b n0{}"
 FAULTS = {
     "RuntimeError: CUDA error: uncorrectable ECC error encountered": "GPU error",
     "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.50 GiB.": "OOM",
@@ -62,7 +52,7 @@ class Job:
             ((8, 2), (4, 4), (8, 2 << rng.randrange(7)), (4, 4 << rng.randrange(5)), (2, 8))
         )
         self.world = self.width * nodes
-        style, numbers = rng.choice(HOSTS), rng.sample(range(1, 300), nodes)
+        style, numbers = rng.choice(HOSTS.split()), rng.sample(range(1, 300), nodes)
         self.hosts = [style.format(n) for n in (sorted(numbers) if rng.random() < 0.5 else numbers)]
         self.launcher = rng.choice(["srun", "torchrun", "deepspeed", "mpirun"])
         self.has_rank, self.prefix = rng.random() < 0.6, rng.choice(["label", "own", "none"])

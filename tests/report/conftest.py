@@ -9,14 +9,8 @@ from typing import Any
 import pytest
 from support import BROWSER, SMALL, uncounted
 
-OPTIONS = [
-    "--no-sandbox",
-    "--disable-gpu",
-    "--disable-quic",
-    "--no-first-run",
-    "--disable-background-networking",
-]
-OPTIONS += ["--disable-component-update", "--disable-sync"]
+OPTIONS = "--no-sandbox --disable-gpu --disable-quic --no-first-run --disable-sync"
+OPTIONS += " --disable-background-networking --disable-component-update"
 
 
 @pytest.fixture(scope="session")
@@ -25,7 +19,7 @@ def browser() -> Iterator[Any]:
     from playwright.sync_api import sync_playwright
 
     with sync_playwright() as play:
-        made = play.chromium.launch(executable_path=str(BROWSER), args=OPTIONS)
+        made = play.chromium.launch(executable_path=str(BROWSER), args=OPTIONS.split())
         try:
             yield made
         finally:

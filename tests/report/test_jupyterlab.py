@@ -33,19 +33,8 @@ def lab(demo: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         base / "config/jupyter_lab_config.json",
         json.dumps({"ServerApp": server, "LabApp": app, "IdentityProvider": token}),
     )
-    command = [
-        sys.executable,
-        "-m",
-        "trilane",
-        "run",
-        "all",
-        "--lab",
-        "--study",
-        demo.name,
-        "-p",
-        "leave_out",
-        "none",
-    ]
+    words = f"-m trilane run all --lab --study {demo.name} -p leave_out none"
+    command = [sys.executable, *words.split()]
     environment = {
         **uncounted(),
         "TRILANE_OUTPUTS": str(demo.parent),

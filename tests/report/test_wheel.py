@@ -26,16 +26,8 @@ def test_a_wheel_brings_its_notebooks_and_templates(tmp_path):
         if (REPOSITORY / name).exists() and not name.startswith("tests/"):
             (tmp_path / "source" / name).parent.mkdir(parents=True, exist_ok=True)
             (tmp_path / "source" / name).write_bytes((REPOSITORY / name).read_bytes())
-    pip = [
-        sys.executable,
-        "-m",
-        "pip",
-        "install",
-        "-q",
-        "--no-deps",
-        "--no-build-isolation",
-        "--no-index",
-    ]
+    words = "-m pip install -q --no-deps --no-build-isolation --no-index"
+    pip = [sys.executable, *words.split()]
     subprocess.run([*pip, "--target", tmp_path / "installed", tmp_path / "source"], check=True)
     env = {
         name: value

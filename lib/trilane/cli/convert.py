@@ -3,6 +3,7 @@ for transformers.
 """
 
 import json
+import shlex
 from pathlib import Path
 
 from trilane.cli.app import GROUPS, Answer, Group, command, note
@@ -11,10 +12,10 @@ from trilane.config.plan import read_plan
 from trilane.interop.deepspeed_config import deepspeed_config
 from trilane.interop.megatron_args import megatron_args, megatron_text
 from trilane.interop.megatron_parse import parse_plan
-from trilane.interop.shell_args import MOST_BYTES, read_arguments
+from trilane.interop.shell_args import read_launches, write_stubs
 from trilane.launch.local import prepare_data
 from trilane.utils.process import python, replace_by
-from trilane.utils.validation import read_text, require
+from trilane.utils.validation import require
 from trilane.workspace.study import load_cluster
 
 convert = Group("convert", help=GROUPS["convert"])
@@ -34,8 +35,11 @@ def deepspeed(plan: Path) -> Answer:
 def megatron(
     plan: Path | None = option(None, argument="[PLAN]"),
     prepare: bool = option(False, "prepare the corpus, and name its .bin/.idx pairs"),
+    stubs: Path | None = option(
+        None, "write stubs of launchers there, in which a script leaves its launches", metavar="DIR"
+    ),
     read: Path | None = option(
-        None, "a file that holds its command line; prints a plan", metavar="FILE"
+        None, "its arguments, a log that has them, or such a DIR; prints a plan", metavar="FILE|DIR"
     ),
     cluster: str = option("", "for --read: the cluster's name or JSON file"),
     gpus: int = option(0, "for --read, where the arguments start no torchrun", minimum=1),
@@ -44,12 +48,16 @@ def megatron(
     ),
 ) -> Answer:
     """Print PLAN as Megatron-LM's arguments; or with --read the plan that those, or
-    Megatron-DeepSpeed's, mean.
+    Megatron-DeepSpeed's, mean: of a script, one for each launch that --stubs have recorded.
 
     What the plan cannot hold goes to stderr.
     """
-    rule = "give either a plan, or --read FILE"
-    require((plan is None) != (read is None), "plan", plan or "missing", rule)
+    rule = "give a plan, or --read, or --stubs"
+    require([plan, read, stubs].count(None) == 2, "plan", plan or "missing", rule)
+    if stubs:
+        write_stubs(stubs)
+        run = f"PATH={shlex.quote(str(stubs.absolute()))}:$PATH bash SCRIPT"
+        return Answer({"run": run}, run)
     if plan:
         given = read_plan(plan)
         arguments = megatron_args(given, prepare_data(plan) if prepare else ())
@@ -59,13 +67,23 @@ def megatron(
         return Answer({"arguments": arguments}, megatron_text(arguments))
     assert read
     require(bool(cluster), "cluster", "missing", "--read needs the cluster that the plan is for")
-    words = read_arguments(read_text(read, "read", MOST_BYTES, "replace"))
     machine = load_cluster(cluster)
-    parsed = parse_plan(words, cluster=machine, label=read.stem, gpus=gpus, vocab_size=vocab_size)
-    note(parsed.notes)
-    values = {"plan": parsed.plan.to_json(), "ignored": parsed.ignored}
-    values |= {"unknown": parsed.unknown, "differs": parsed.differs}
-    return Answer(values, json.dumps(values["plan"], indent=1))
+    launches = read_launches(read)
+    answers = []
+    for name, words in launches.items():
+        parsed = parse_plan(words, cluster=machine, label=name, gpus=gpus, vocab_size=vocab_size)
+        note(f"{name}: {line}" if len(launches) > 1 else line for line in parsed.notes)
+        values = {
+            "plan": parsed.plan.to_json(),
+            "ignored": parsed.ignored,
+            "unknown": parsed.unknown,
+            "differs": parsed.differs,
+        }
+        answers.append(values)
+    if len(answers) == 1:
+        return Answer(values, json.dumps(values["plan"], indent=1))
+    plans = {"plans": [values.pop("plan") for values in answers]}
+    return Answer({**plans, "launches": answers}, json.dumps(plans, indent=1))
 
 
 @command(convert)

@@ -22,9 +22,13 @@ USUAL = ("decay_samples", "wsd_decay_style", "wsd_decay_samples")  # fields with
 
 def known_arguments() -> dict[str, Any]:
     """`words`: what Megatron-LM has of a field with a choice; `one_way`: what a plan has in one way
-    only, `refused` what it does not have; `ignored`: where and how often files are written,
-    kernels, workers; `elsewhere`: also ignored, and unknown to core 0.17 to 0.19, by the program
-    that has it.
+    only, `refused` what it does not have, but for the values of `off`; `ignored`: where and how
+    often files are written, kernels, workers; `elsewhere`: also ignored, and unknown to core 0.17
+    to 0.19, by the program that has it.
+
+    `renamed`: names of DeepSpeed's launcher and of a log's block, `switched_off` those whose False
+    is a switch; `launchers`: programs that a script may start, `variable`: what a shell's variable
+    may be the value of.
     """
     return shipped_json("megatron_arguments")
 

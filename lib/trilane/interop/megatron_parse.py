@@ -13,10 +13,10 @@ from trilane.config.model import GATED, ModelShape, padded_vocab_size
 from trilane.config.parallelism import Topology
 from trilane.config.plan import Plan
 from trilane.config.training import Data, Dropout, Optimizer, Part, Run
-from trilane.interop.megatron_args import known_arguments
+from trilane.interop.megatron_args import Arguments, known_arguments
 from trilane.utils.frozen import frozen
 from trilane.utils.numbers import ranges
-from trilane.utils.validation import parse_integers, require, require_known
+from trilane.utils.validation import parse_integers, require, require_known, shown
 
 T = TypeVar("T")
 POSITIONS = {"learned_absolute": "learned", "absolute": "learned", "rope": "rotary"}
@@ -28,7 +28,7 @@ DEFAULT_SPLIT = "969,30,1"
 class Given:
     """Arguments that record which of them were read."""
 
-    def __init__(self, values: Mapping[str, list[str]]) -> None:
+    def __init__(self, values: Arguments) -> None:
         self._values = values
         self.read: set[str] = set()
 
@@ -86,17 +86,19 @@ class ParsedPlan:
 
     @property
     def notes(self) -> list[str]:
-        """What the plan does not represent: a line for each argument that matters, and one for all
-        that do not.
+        """What the plan does not represent: a line for each argument that it has otherwise, one for
+        all that are unknown, and one for all that do not matter.
         """
-        notes = [*self.differs, *(f"{name}: unknown, not in the plan" for name in self.unknown)]
-        if self.ignored:
-            notes.append(f"not part of a plan: {', '.join(self.ignored)}")
+        notes = [*self.differs]
+        lists = {"unknown, not in the plan": self.unknown, "not part of a plan": self.ignored}
+        for title, names in lists.items():
+            if names:
+                notes.append(shown(f"{title}: {', '.join(names)}", 1000))
         return notes
 
 
 def parse_plan(
-    values: Mapping[str, list[str]],
+    values: Arguments,
     *,
     cluster: Cluster,
     gpus: int = 0,
@@ -114,7 +116,8 @@ def parse_plan(
         if given.has(name):
             text = " ".join(given.all(name)).strip("[]")
             option = f"--{name.replace('_', '-')}"
-            require(text in ("0", "0.0", "None"), option, text or "yes", rule)
+            off = ("0", "0.0", "None", known["off"].get(name))
+            require(text in off, option, text or "yes", rule)
     is_fork = given.has("deepspeed")
     data = _data(given)
     has_gpus = bool(gpus) or given.has("nproc_per_node")
@@ -143,7 +146,7 @@ def parse_plan(
     )
 
 
-def differing(values: Mapping[str, list[str]], plan: Plan) -> tuple[str, ...]:
+def differing(values: Arguments, plan: Plan) -> tuple[str, ...]:
     """The values that the plan read from them has otherwise, as `name=value: a plan has ...`."""
     wanted: dict[str, Any] = dict(known_arguments()["one_way"])
     if plan.shape.positions == "learned":  # a table of so many rows
@@ -164,8 +167,9 @@ def differing(values: Mapping[str, list[str]], plan: Plan) -> tuple[str, ...]:
     if coder not in FOLDERS and not is_ours:
         rule = f"a plan has the tokenizer of a folder, or {plan.data.tokenizer}"
         differs.append(f"tokenizer_type={coder}: {rule}")
-    if "data_path" not in values:
-        differs.append(f"data_path=missing: the plan has {plan.data.source}")
+    if plan.data.source == Data.source:
+        text = " ".join(values.get("data_path", [])) or "missing"
+        differs.append(f"data_path={text}: the plan has {plan.data.source}")
     return tuple(differs)
 
 
@@ -269,14 +273,12 @@ def _topology(given: Given, is_fork: bool, gpus: int) -> Topology:
     pp = sizes["pp"]
     cp = sizes["cp"]
     product = f"tp x cp x pp = {tp} x {cp} x {pp}"
-    if cp == 1:
-        product = f"tp x pp = {tp} x {pp}"
     is_multiple = min(tp, pp, cp) > 0 and gpus % (tp * pp * cp) == 0
     require(is_multiple, "gpus", gpus, f"must be a multiple of {product}")
     dp = gpus // (tp * pp * cp)
     precision = _precision(given)
     if is_fork:
-        zero = given.get("zero_stage", int, 1)
+        zero = int(given.get("zero_stage", float, 1.0))  # 1.0 in a log where it is not given
         if precision == "bf16" and zero == 0:
             zero = 1  # its pipeline then uses BF16_Optimizer, which shards its states over replicas
     else:
@@ -395,22 +397,23 @@ def _optimizer(given: Given, run: Run, gbs: int) -> Optimizer:
 def _data(given: Given) -> Data:
     """Datasets by their prefixes; the tokenizer if it is a folder, else "bytes"."""
     given.read |= {"tokenizer_type", "vocab_size"}
-    coder = "bytes"
-    for name in ("tokenizer_model", "tokenizer_name_or_path"):
-        if coder == "bytes" and given.has(name):
-            coder = given.get(name, str)
+    coder = given.get("tokenizer_name_or_path", str, "bytes")
+    coder = given.get("tokenizer_model", str, coder)
     data = Data(tokenizer=coder, split="".join(given.all("split")) or DEFAULT_SPLIT)
     if data.shares[0] == 1:
         data = replace(data, split="")
-    words = given.all("data_path")
-    if not words:
-        return data
-    if len(words) == 1:
-        return replace(data, source=words[0])
     try:
-        pairs = zip(words[::2], words[1::2], strict=True)
-        parts = tuple(Part(weight=float(weight), source=source) for weight, source in pairs)
-    except ValueError:
-        rule = "must be WEIGHT PREFIX WEIGHT PREFIX ..."
-        raise ValueError(f"--data-path={' '.join(words)}: {rule}") from None
-    return replace(data, source="blend", blend=parts)
+        return replace(data, **_sources(given.all("data_path")))
+    except ValueError:  # a form that a plan does not have: differing() names it
+        return data
+
+
+def _sources(words: list[str]) -> dict[str, Any]:
+    """The data of PREFIX, or of WEIGHT PREFIX WEIGHT PREFIX ... Raises ValueError for others."""
+    if len(words) == 1:
+        return {"source": words[0]}
+    pairs = zip(words[::2], words[1::2], strict=True)
+    parts = tuple(Part(weight=float(weight), source=source) for weight, source in pairs)
+    if len(parts) == 1:
+        return {"source": parts[0].source}
+    return {"source": "blend", "blend": parts}
