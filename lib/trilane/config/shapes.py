@@ -50,19 +50,22 @@ def _named_shape(text: str, seq_length: int) -> ModelShape:
 def shape_of_config(values: Mapping[str, Any], seq_length: int = 0) -> ModelShape:
     """The shape of a configuration of transformers, its vocabulary as it is; `seq_length` 0 takes
     the longest it has. Left out: what a type has beside it, such as OPT's two further positions and
-    Qwen 3's norms of queries and keys.
+    Granite's multipliers of values, which change no size.
 
     Raises ValueError with the name of the key or field for a type that is not known, for experts,
-    latent attention, attention beside the MLP, heads that do not make up the hidden size, and
-    windows shorter than the sequence.
+    latent attention, layers of other kinds, attention beside the MLP, and windows shorter than the
+    sequence.
     """
     tables = shipped_json("huggingface")
     kind = str(values["model_type"])
     usual = {**tables["usual"], **tables["configs"].get(kind, {})}
     for key, default, wanted, rule in [*tables["needs"], *usual["needs"]]:
         value = values.get(key, default)
-        require(value in wanted, key, value, rule)
-    require_known("model_type", kind, tables["configs"])
+        each = value if isinstance(value, list) else [value]
+        for one in each:
+            require(one in wanted, key, one, rule)
+    rule = f"no decoder that a shape describes; known: {', '.join(sorted(tables['configs']))}"
+    require(kind in tables["configs"], "model_type", kind, rule)
     # transformers 5 keeps what rotary positions need in an object of their own
     rotary = values.get("rope_parameters") or {}
     require(isinstance(rotary, Mapping), "rope_parameters", rotary, "must be a JSON object")
@@ -87,9 +90,13 @@ def shape_of_config(values: Mapping[str, Any], seq_length: int = 0) -> ModelShap
         given["biases"] = "all" if True in switches else "none"
     shape = from_mapping(ModelShape, given, "shape")
 
-    widths = {"head_dim": shape.head_dim, "word_embed_proj_dim": shape.hidden_size}
-    for key, width in widths.items():
-        require(values.get(key) in (None, width), key, values.get(key), f"a shape has {width}")
+    width = values.get("word_embed_proj_dim") or shape.hidden_size
+    rule = f"a shape has {shape.hidden_size}"
+    require(width == shape.hidden_size, "word_embed_proj_dim", width, rule)
+    turned = [int(shape.has_rope(number)) for number in range(1, shape.num_layers + 1)]
+    rule = "a shape leaves positions out in every so manieth layer (no_rope_layer_interval)"
+    given_layers = values.get("no_rope_layers") or turned
+    require(given_layers == turned, "no_rope_layers", given_layers, rule)
     window = values.get("sliding_window")
     if window is not None and values.get("use_sliding_window", True):
         # a shape attends to the whole sequence
@@ -125,16 +132,23 @@ class Family:
         for name, keys_of in self.fields.items():
             rule = f"{self.model} has {', '.join(keys_of)}"
             yield str(getattr(shape, name)) in keys_of, name, rule
+        # fields whose value only one class has
+        kinds = [name for name in self.fields if "architectures" in self._keys(name, shape)]
+        for name in kinds[1:]:
+            yield False, name, f"no model of transformers has it and {kinds[0]}"
 
     def config(self, shape: ModelShape) -> dict[str, Any]:
         """The configuration of a model of that shape for from_pretrained; without dropout."""
         values: dict[str, Any] = {"architectures": [self.model], "torch_dtype": "float32"}
         values.update(dict.fromkeys(self.dropout, 0.0))
-        for name, keys_of in self.fields.items():
-            values.update(keys_of[str(getattr(shape, name))])
+        for name in self.fields:
+            values.update(self._keys(name, shape))
         for name, key in self.sizes.items():
             values[key] = getattr(shape, name)
         return values
+
+    def _keys(self, name: str, shape: ModelShape) -> Mapping[str, object]:
+        return self.fields[name].get(str(getattr(shape, name)), {})
 
     def their_names(self, name: str) -> list[str]:
         """Their names of the canonical parameter `name`."""

@@ -60,7 +60,7 @@ def ours(family: Family, name: str, tensors: Sequence[Tensor], shape: ModelShape
         if len(parts) == 3:
             separate = parts
         else:
-            separate = parts[0].split([shape.hidden_size, keys, keys])
+            separate = parts[0].split([shape.query_channels, keys, keys])
         rows = [part.unflatten(0, (shape.kv_heads, -1, shape.head_dim)) for part in separate]
         return torch.cat(rows, 1).flatten(0, 2)
     if "linear_fc1." in name and shape.is_gated:
