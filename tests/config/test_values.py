@@ -41,12 +41,15 @@ LLAMA = {
     "normalization": "rmsnorm",
 }
 LLAMA |= {"positions": "rotary", "biases": "none", "tied_embeddings": False}
+QWEN = replace(parse_shape("64,5120,64,40960,151936"), **LLAMA)
 PUBLISHED = [
     (parse_shape("12,768,12,1024,50257"), 124_439_808),  # Hugging Face's gpt2
     (
         BLOOM_176B,
         176_247_271_424 + 2048 * 14336,
     ),  # bigscience/bloom's card, which has ALiBi in place of positions
+    # Qwen/Qwen3-32B's files
+    (replace(QWEN, ffn_hidden_size=25600, kv_channels=128, qk_layernorm=True), 32_762_123_264),
     (
         replace(parse_shape("32,4096,32,8192,128256"), **LLAMA),
         8_030_261_248,
@@ -54,7 +57,7 @@ PUBLISHED = [
 ]
 
 
-@pytest.mark.parametrize(("shape", "parameters"), PUBLISHED, ids=["gpt2", "bloom", "llama-3-8b"])
+@pytest.mark.parametrize(("shape", "parameters"), PUBLISHED, ids=["gpt2", "bloom", "qwen3", "llama-3-8b"])
 def test_a_published_model_has_its_published_parameters(shape: ModelShape, parameters: int):
     assert shape.parameters == parameters
 

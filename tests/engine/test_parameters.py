@@ -29,6 +29,7 @@ CASES: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ),
     ({**RMS, "biases": "none", "num_key_value_heads": 2, "ffn_hidden_size": 1216}, {"tp": 2}),
     ({**RMS, "biases": "qkv", "num_key_value_heads": 2}, {"pp": 2}),
+    ({"kv_channels": 86, "qk_layernorm": True, "activation": "xielu"}, {"tp": 2}),
     ({"positions": "alibi", "embedding_layernorm": True, "activation": "gelu-tanh"}, {"tp": 4}),
     ({"positions": "none", "activation": "geglu", "num_key_value_heads": 1}, {"pp": 2}),
 ]

@@ -88,6 +88,7 @@ LLAMA = replace(LLAMA, biases="none", tied_embeddings=False, ffn_hidden_size=896
 KINDS = [
     LLAMA,
     replace(LLAMA, ffn_hidden_size=None, biases="qkv", num_key_value_heads=1),
+    replace(LLAMA, kv_channels=64, qk_layernorm=True, no_rope_freq=4),
     replace(
         LLAMA, ffn_hidden_size=4 * 256
     ),  # what the program takes without a gate where nothing is given
@@ -189,7 +190,6 @@ CANNOT_BE_READ = [  # an argument of GOOD, what stands in its place, the message
     ("", "\nsrun hostname", "arguments=srun hostname: a script is not read"),
     (GOOD, "pretrain_gpt.py", "arguments=pretrain_gpt.py: holds no --name"),
     ("", "--num-experts 8", "--num-experts=8: a plan has one MLP a layer, no experts"),
-    ("", "--kv-channels 64", "--kv-channels=64: a plan has hidden-size / heads = 32"),
     ("", "--rampup-batch-size 16 x", "--rampup-batch-size=16 x: must be START INCREMENT SAMPLES"),
     (
         "--tensor-model-parallel-size 2",

@@ -127,10 +127,10 @@ def initial_range(
 
     `dim` is the dimension that is split; where it is not given, that of the name. Weights are
     normal with deviation optimizer.init_std, those split by columns, which write to the residual
-    stream init_std / sqrt(2 L); others as default_of() has them. Radford et al. 2019 (GPT-2), section
-    2.3, with 0.02. The names are megatron-core's, with the layer's number in the whole model.
-    `linear_qkv` holds its rows by group of heads that share keys and values, in GPT-2 one head
-    each: (group, [its queries ..., key, value], channel).
+    stream init_std / sqrt(2 L); others as default_of() has them. Radford et al. 2019 (GPT-2),
+    section 2.3, with 0.02. The names are megatron-core's, with the layer's number in the whole
+    model. `linear_qkv` holds its rows by group of heads that share keys and values, in GPT-2 one
+    head each: (group, [its queries ..., key, value], channel).
     """
     default = default_of(name)
     if default is not None:
