@@ -57,7 +57,9 @@ PUBLISHED = [
 ]
 
 
-@pytest.mark.parametrize(("shape", "parameters"), PUBLISHED, ids=["gpt2", "bloom", "qwen3", "llama-3-8b"])
+@pytest.mark.parametrize(
+    ("shape", "parameters"), PUBLISHED, ids=["gpt2", "bloom", "qwen3", "llama-3-8b"]
+)
 def test_a_published_model_has_its_published_parameters(shape: ModelShape, parameters: int):
     assert shape.parameters == parameters
 

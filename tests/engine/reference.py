@@ -4,6 +4,7 @@ torch's AdamW.
 
 import math
 from collections.abc import Mapping
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -22,6 +23,9 @@ ACTIVATIONS = {
     "gelu": F.gelu,
     "gelu-tanh": lambda x: F.gelu(x, approximate="tanh"),
     "relu": F.relu,
+    "xielu": lambda p, n, x: (
+        x / 2 + torch.where(x > 0, F.softplus(p) * x**2, (F.softplus(n) + 0.5) * (x.expm1() - x))
+    ),
     "squared-relu": lambda x: F.relu(x) ** 2,
     "swiglu": F.silu,
     "geglu": F.gelu,
@@ -109,10 +113,11 @@ def mlp(w: Weights, name: str, shape: ModelShape, x: torch.Tensor) -> torch.Tens
     """Two matrices and the activation between, or three, where the second and a gate make its
     input.
     """
-    act = ACTIVATIONS.get(shape.activation)
+    act = ACTIVATIONS[shape.activation]
     if shape.activation == "xielu":
-        right, left = (F.softplus(w[f"{name}.activation_func.alpha_{sign}"]) for sign in "pn")
-        act = lambda x: x / 2 + torch.where(x > 0, right * x**2, (left + 0.5) * (x.expm1() - x))
+        act = partial(
+            act, w[f"{name}.activation_func.alpha_p"], w[f"{name}.activation_func.alpha_n"]
+        )
     if not shape.is_gated:
         return linear(w, f"{name}.linear_fc2", act(linear(w, f"{name}.linear_fc1", x)))
     up, bias = w[f"{name}.linear_fc1.weight"], w.get(f"{name}.linear_fc1.bias", (None, None))

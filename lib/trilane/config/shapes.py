@@ -90,13 +90,12 @@ def shape_of_config(values: Mapping[str, Any], seq_length: int = 0) -> ModelShap
         given["biases"] = "all" if True in switches else "none"
     shape = from_mapping(ModelShape, given, "shape")
 
-    width = values.get("word_embed_proj_dim") or shape.hidden_size
-    rule = f"a shape has {shape.hidden_size}"
-    require(width == shape.hidden_size, "word_embed_proj_dim", width, rule)
-    turned = [int(shape.has_rope(number)) for number in range(1, shape.num_layers + 1)]
-    rule = "a shape leaves positions out in every so manieth layer (no_rope_layer_interval)"
-    given_layers = values.get("no_rope_layers") or turned
-    require(given_layers == turned, "no_rope_layers", given_layers, rule)
+    wanted = {
+        "word_embed_proj_dim": shape.hidden_size,
+        "no_rope_layers": [int(shape.has_rope(n + 1)) for n in range(shape.num_layers)],
+    }
+    for key, value in wanted.items():
+        require(values.get(key) in (None, value), key, values.get(key), f"a shape has {value}")
     window = values.get("sliding_window")
     if window is not None and values.get("use_sliding_window", True):
         # a shape attends to the whole sequence
@@ -129,26 +128,24 @@ class Family:
 
     def rules(self, shape: ModelShape) -> Rules:
         """Which fields of `shape` such models have."""
+        other = ""
         for name, keys_of in self.fields.items():
             rule = f"{self.model} has {', '.join(keys_of)}"
-            yield str(getattr(shape, name)) in keys_of, name, rule
-        # fields whose value only one class has
-        kinds = [name for name in self.fields if "architectures" in self._keys(name, shape)]
-        for name in kinds[1:]:
-            yield False, name, f"no model of transformers has it and {kinds[0]}"
+            value = str(getattr(shape, name))
+            yield value in keys_of, name, rule
+            if "architectures" in keys_of.get(value, ()):  # one class alone has it
+                yield not other, name, f"no model of transformers has it and {other}"
+                other = name
 
     def config(self, shape: ModelShape) -> dict[str, Any]:
         """The configuration of a model of that shape for from_pretrained; without dropout."""
         values: dict[str, Any] = {"architectures": [self.model], "torch_dtype": "float32"}
         values.update(dict.fromkeys(self.dropout, 0.0))
-        for name in self.fields:
-            values.update(self._keys(name, shape))
+        for name, keys_of in self.fields.items():
+            values.update(keys_of[str(getattr(shape, name))])
         for name, key in self.sizes.items():
             values[key] = getattr(shape, name)
         return values
-
-    def _keys(self, name: str, shape: ModelShape) -> Mapping[str, object]:
-        return self.fields[name].get(str(getattr(shape, name)), {})
 
     def their_names(self, name: str) -> list[str]:
         """Their names of the canonical parameter `name`."""

@@ -220,10 +220,11 @@ def activation_bytes_per_layer(columns: Columns, constants: MemoryConstants = DE
     keys = np.where(has_all, queries, x.kv_hidden)
     is_ring = (fp8 > 0) | (x.overlap_tp == 1) | is_selective
     shares = (x.cp > 1) * c.whole * np.where(is_ring, 0, 1)
-    normed = 2 * x.qk_layernorm * (queries + x.kv_hidden) / h
+    normed = (2 + 4 * c.unfused) * x.qk_layernorm * (queries + x.kv_hidden) / h
     attention = (4 + 2 * shares + fp8) * queries / h + 4 * keys / h * (1 + shares * (x.cp - 1))
     shared = attention + normed + (4 - fp8 + gate * x.gated) * x.ffn / h
-    shared = shared + 2 * is_selective * (x.kv_heads < x.heads) * queries / h
+    is_copied = is_selective * (x.kv_heads < x.heads) * (1 - x.qk_layernorm)
+    shared = shared + 2 * is_copied * queries / h
     stores = ((x.recompute == NONE) | (x.recompute == BLOCK)) * x.attention
     each = c.scores + 4 * c.unfused * np.maximum(x.gated, x.alibi)
     scores = stores * each * x.heads * x.seq * x.tokens / x.tp

@@ -44,7 +44,7 @@ INNER = re.compile(r"\b([qk]_layernorm|activation_func)\b")
 
 def activation_of(shape: ModelShape) -> Callable[[Tensor], Tensor]:
     """The activation function, of the gate where there is one; a class where it has parameters."""
-    functions: dict[str, Callable[..., Tensor]] = {
+    functions: dict[str, Any] = {
         "gelu": F.gelu,
         # in GPT-2's and BLOOM's code: Hendrycks and Gimpel 2016, arXiv:1606.08415, section 2
         "gelu-tanh": functools.partial(F.gelu, approximate="tanh"),

@@ -140,7 +140,9 @@ class SelfAttention(attention.SelfAttention):
 
     def forward(self, hidden_states: Tensor, **_: Any) -> Pair:
         """(S, B, C) -> (S, B, C)."""
-        heads = self.get_query_key_value_tensors(hidden_states)
+        heads = list(self.get_query_key_value_tensors(hidden_states))
+        if self.q_layernorm is not None:
+            heads[2] = heads[2].contiguous()  # as in the norms
         if self.checkpoint_core_attention and self.training:
             core = partial(self.core_attention, attention_mask=None)
             return self.linear_proj(tensor_parallel.checkpoint(core, False, *heads))
