@@ -49,6 +49,11 @@ class Response:
         return f"{self.verdict}: {ACTIONS[self.action]}{without}"
 
 
+def saves(verdict: str) -> bool:
+    """Whether a run of that verdict saves before it ends; not where a collective cannot end."""
+    return bool(shipped_json("responses")[verdict]["saves"])
+
+
 def require_responses(name: str, changed: Mapping[str, Sequence[str]]) -> None:
     """ValueError for a verdict or an action that the table does not know."""
     for verdict, actions in changed.items():

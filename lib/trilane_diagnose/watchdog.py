@@ -19,9 +19,9 @@ from pathlib import Path
 
 from trilane.config.plan import Plan, read_plan
 from trilane.launch.outcome import Hang
-from trilane.utils.files import read_text, replace_text
+from trilane.utils.files import json_lines, read_text, replace_text
 from trilane.utils.process import die_with
-from trilane.workspace import ledger, pace
+from trilane.workspace import pace
 from trilane.workspace.heartbeat import (
     Heartbeat,
     NodeReport,
@@ -33,7 +33,7 @@ from trilane.workspace.pace import RESTART
 from trilane.workspace.status import RunStatus, Status, known_status, write_status
 from trilane_diagnose.capture import OTHERS_S, capture, capture_here, hosts_in
 from trilane_diagnose.hang import diagnose_hang
-from trilane_diagnose.response import decide
+from trilane_diagnose.response import decide, saves
 from trilane_diagnose.stall import Stall
 from trilane_diagnose.stragglers import slowest
 
@@ -258,7 +258,7 @@ class Slowness:
         response = decide(
             "slow node", trained=every, left=[*every, *spares], blamed=nodes, env=self._env
         )
-        if response.action in ("spare", "requeue"):
+        if response.action in ("spare", "requeue") and saves("slow node"):
             replace_text(self._folder / "save", RESTART)
             return f"; it saves now; {response}"
         return f"; no spare is left: submit it again with --exclude={','.join(sorted(nodes))}"
@@ -267,11 +267,12 @@ class Slowness:
         """Nodes of the job that neither train nor are left out, by its environment and the ledger's
         last choice.
         """
-        choices = ledger.events(self._folder, "nodes")
+        events = json_lines(read_text(self._folder / "jobs.jsonl"))
+        choices = [event for event in events if event.get("event") == "nodes"]
         job_nodes = self._env.get("SLURM_JOB_NUM_NODES", "")
         if not choices or not job_nodes.isdigit():
             return 0
-        taken = [*choices[-1]["chosen"], *choices[-1]["left_out"]]
+        taken = [*(choices[-1].get("chosen") or ()), *(choices[-1].get("left_out") or ())]
         return int(job_nodes) - len(taken)
 
 
