@@ -34,14 +34,15 @@ def plan(**changes):
 
 
 BLOOM_176B = replace(parse_shape("70,14336,112,2048,250880"), embedding_layernorm=True)
-LLAMA = {
+QWEN = {
     "activation": "swiglu",
-    "ffn_hidden_size": 14336,
+    "ffn_hidden_size": 25600,
     "num_key_value_heads": 8,
     "normalization": "rmsnorm",
+    "kv_channels": 128,
+    "qk_layernorm": True,
 }
-LLAMA |= {"positions": "rotary", "biases": "none", "tied_embeddings": False}
-QWEN = replace(parse_shape("64,5120,64,40960,151936"), **LLAMA)
+QWEN |= {"positions": "rotary", "biases": "none", "tied_embeddings": False}
 PUBLISHED = [
     (parse_shape("12,768,12,1024,50257"), 124_439_808),  # Hugging Face's gpt2
     (
@@ -49,17 +50,11 @@ PUBLISHED = [
         176_247_271_424 + 2048 * 14336,
     ),  # bigscience/bloom's card, which has ALiBi in place of positions
     # Qwen/Qwen3-32B's files
-    (replace(QWEN, ffn_hidden_size=25600, kv_channels=128, qk_layernorm=True), 32_762_123_264),
-    (
-        replace(parse_shape("32,4096,32,8192,128256"), **LLAMA),
-        8_030_261_248,
-    ),  # meta-llama/Meta-Llama-3-8B's card
+    (replace(parse_shape("64,5120,64,40960,151936"), **QWEN), 32_762_123_264),
 ]
 
 
-@pytest.mark.parametrize(
-    ("shape", "parameters"), PUBLISHED, ids=["gpt2", "bloom", "qwen3", "llama-3-8b"]
-)
+@pytest.mark.parametrize(("shape", "parameters"), PUBLISHED, ids=["gpt2", "bloom", "qwen3"])
 def test_a_published_model_has_its_published_parameters(shape: ModelShape, parameters: int):
     assert shape.parameters == parameters
 

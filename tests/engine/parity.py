@@ -43,9 +43,6 @@ LLAMA = replace(
     rotary_base=5e5,
 )
 
-# and what others of its kind have
-APERTUS = {"kv_channels": 32, "qk_layernorm": True, "activation": "xielu", "no_rope_freq": 2}
-
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
@@ -80,7 +77,9 @@ TASKS = {
     "calm": CALM,
     "bloom": Task(shape=BLOOM),
     "llama": Task(shape=LLAMA),
-    "apertus": Task(shape=replace(LLAMA, **APERTUS)),
+    "apertus": Task(
+        shape=replace(LLAMA, kv_channels=32, qk_layernorm=True, activation="xielu", no_rope_freq=2)
+    ),
     # On the task of "llama" fp16 skips iterations: a gradient times the first loss scale is beyond
     # its range.
     "calm llama": replace(CALM, shape=LLAMA),

@@ -87,8 +87,8 @@ LLAMA = replace(
 LLAMA = replace(LLAMA, biases="none", tied_embeddings=False, ffn_hidden_size=896)
 KINDS = [
     LLAMA,
-    replace(LLAMA, ffn_hidden_size=None, biases="qkv", num_key_value_heads=1),
-    replace(LLAMA, kv_channels=64, qk_layernorm=True, no_rope_freq=4),
+    replace(LLAMA, ffn_hidden_size=None, biases="qkv", num_key_value_heads=1, kv_channels=64),
+    replace(LLAMA, qk_layernorm=True, no_rope_freq=4),
     replace(
         LLAMA, ffn_hidden_size=4 * 256
     ),  # what the program takes without a gate where nothing is given
