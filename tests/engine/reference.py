@@ -4,7 +4,6 @@ torch's AdamW.
 
 import math
 from collections.abc import Mapping
-from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -23,7 +22,7 @@ ACTIVATIONS = {
     "gelu": F.gelu,
     "gelu-tanh": lambda x: F.gelu(x, approximate="tanh"),
     "relu": F.relu,
-    "xielu": lambda p, n, x: (
+    "xielu": lambda x, p, n: (
         x / 2 + torch.where(x > 0, F.softplus(p) * x**2, (F.softplus(n) + 0.5) * (x.expm1() - x))
     ),
     "squared-relu": lambda x: F.relu(x) ** 2,
@@ -114,12 +113,9 @@ def mlp(w: Weights, name: str, shape: ModelShape, x: torch.Tensor) -> torch.Tens
     input.
     """
     act = ACTIVATIONS[shape.activation]
-    if shape.activation == "xielu":
-        act = partial(
-            act, w[f"{name}.activation_func.alpha_p"], w[f"{name}.activation_func.alpha_n"]
-        )
+    alphas = [w[key] for key in w if key.startswith(f"{name}.activation_func.")]  # p, n
     if not shape.is_gated:
-        return linear(w, f"{name}.linear_fc2", act(linear(w, f"{name}.linear_fc1", x)))
+        return linear(w, f"{name}.linear_fc2", act(linear(w, f"{name}.linear_fc1", x), *alphas))
     up, bias = w[f"{name}.linear_fc1.weight"], w.get(f"{name}.linear_fc1.bias", (None, None))
     gate, inner = (F.linear(x, up[part], bias[part]) for part in (0, 1))
     return linear(w, f"{name}.linear_fc2", act(gate) * inner)

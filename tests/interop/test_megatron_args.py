@@ -84,11 +84,17 @@ def test_a_plan_comes_back_from_its_arguments(topology: dict):
 LLAMA = replace(
     SHAPE, num_key_value_heads=2, activation="swiglu", normalization="rmsnorm", positions="rotary"
 )
-LLAMA = replace(LLAMA, biases="none", tied_embeddings=False, ffn_hidden_size=896)
+LLAMA = replace(LLAMA, biases="none", tied_embeddings=False, ffn_hidden_size=896, no_rope_freq=4)
 KINDS = [
     LLAMA,
-    replace(LLAMA, ffn_hidden_size=None, biases="qkv", num_key_value_heads=1, kv_channels=64),
-    replace(LLAMA, qk_layernorm=True, no_rope_freq=4),
+    replace(
+        LLAMA,
+        kv_channels=64,
+        ffn_hidden_size=None,
+        biases="qkv",
+        num_key_value_heads=1,
+        qk_layernorm=True,
+    ),
     replace(
         LLAMA, ffn_hidden_size=4 * 256
     ),  # what the program takes without a gate where nothing is given
