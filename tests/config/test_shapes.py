@@ -101,7 +101,7 @@ BAD = [
     ({"model_type": "mixtral", "num_local_experts": 8}, "num_local_experts=8: a shape has one"),
     ({"model_type": "bert"}, "model_type=bert: no decoder that a shape describes; known: apertus,"),
     ({"head_dim": 63}, "num_attention_heads=32: rotary positions turn pairs"),
-    ({"no_rope_layers": [0, 1]}, "no_rope_layers=[0, 1]: a shape leaves positions out"),
+    ({"no_rope_layers": [0, 1]}, "no_rope_layers=[0, 1]: a shape has [1, 1, 1"),
     ({"vocab_size": None}, "shape.vocab_size=missing: is required"),
     ({"sliding_window": 2048}, "sliding_window=2048: must be a whole number of at least 4096"),
 ]
