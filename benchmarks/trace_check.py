@@ -250,7 +250,7 @@ def stage_flops(x: Columns, stage: int, constants: MemoryConstants) -> Number:
     """
     layers = stage_layers_at(x, stage)
     linear = 2 * x.tokens * x.layer_weights
-    core = 4 * x.tokens * x.seq * x.hidden / x.tp
+    core = 4 * x.tokens * x.seq * x.query_hidden / x.tp
     if x.cp > 1:
         core *= (2 * x.cp + 1) / (4 * x.cp)  # keys of two chunks up to their ends
     left = constants.unfused * 2 * x.tokens * x.hidden * x.ffn / x.tp

@@ -77,6 +77,16 @@ TASKS = {
     "calm": CALM,
     "bloom": Task(shape=BLOOM),
     "llama": Task(shape=LLAMA),
+    "apertus": Task(
+        shape=replace(
+            LLAMA,
+            kv_channels=32,
+            qk_layernorm=True,
+            activation="xielu",
+            no_rope_freq=2,
+            tied_embeddings=True,
+        )
+    ),
     # On the task of "llama" fp16 skips iterations: a gradient times the first loss scale is beyond
     # its range.
     "calm llama": replace(CALM, shape=LLAMA),

@@ -22,6 +22,9 @@ ACTIVATIONS = {
     "gelu": F.gelu,
     "gelu-tanh": lambda x: F.gelu(x, approximate="tanh"),
     "relu": F.relu,
+    "xielu": lambda x, p, n: (
+        x / 2 + torch.where(x > 0, F.softplus(p) * x**2, (F.softplus(n) + 0.5) * (x.expm1() - x))
+    ),
     "squared-relu": lambda x: F.relu(x) ** 2,
     "swiglu": F.silu,
     "geglu": F.gelu,
@@ -38,7 +41,7 @@ def logits(w: Weights, shape: ModelShape, tokens: torch.Tensor) -> torch.Tensor:
     for i in range(shape.num_layers):
         layer = f"decoder.layers.{i}"
         normed = norm(w, shape, f"{layer}.input_layernorm", x)
-        x = x + attention(w, f"{layer}.self_attention", shape, normed)
+        x = x + attention(w, f"{layer}.self_attention", shape, normed, i + 1)
         x = x + mlp(w, f"{layer}.mlp", shape, norm(w, shape, f"{layer}.pre_mlp_layernorm", x))
     head = w[WORDS] if shape.tied_embeddings else w["output_layer.weight"]
     return norm(w, shape, "decoder.final_layernorm", x) @ head.T
@@ -62,14 +65,18 @@ def norm(w: Weights, shape: ModelShape, name: str, x: torch.Tensor) -> torch.Ten
     return x * (x.square().mean(-1, keepdim=True) + shape.norm_epsilon).rsqrt() * weight
 
 
-def attention(w: Weights, name: str, shape: ModelShape, x: torch.Tensor) -> torch.Tensor:
+def attention(
+    w: Weights, name: str, shape: ModelShape, x: torch.Tensor, number: int
+) -> torch.Tensor:
     """Causal attention written out; G groups of heads of D channels share keys and values."""
     B, T, _ = x.shape
     G, D = shape.kv_heads, shape.head_dim
     qkv = linear(w, f"{name}.linear_qkv", x).view(B, T, G, -1, D)
     qkv = qkv.permute(0, 2, 3, 1, 4)  # (B, G, heads + 2, T, D)
     q, k, v = qkv[:, :, :-2], qkv[:, :, -2:-1], qkv[:, :, -1:]
-    if shape.positions == "rotary":
+    if shape.qk_layernorm:
+        q, k = norm(w, shape, f"{name}.q_layernorm", q), norm(w, shape, f"{name}.k_layernorm", k)
+    if shape.positions == "rotary" and number % (shape.no_rope_freq or number + 1):
         q, k = turned(q, shape.rotary_base), turned(k, shape.rotary_base)
     scores = q @ k.transpose(-1, -2) / D**0.5  # (B, G, heads of a group, T, T)
     if shape.positions == "alibi":
@@ -106,8 +113,9 @@ def mlp(w: Weights, name: str, shape: ModelShape, x: torch.Tensor) -> torch.Tens
     input.
     """
     act = ACTIVATIONS[shape.activation]
+    alphas = [w[key] for key in w if key.startswith(f"{name}.activation_func.")]  # p, n
     if not shape.is_gated:
-        return linear(w, f"{name}.linear_fc2", act(linear(w, f"{name}.linear_fc1", x)))
+        return linear(w, f"{name}.linear_fc2", act(linear(w, f"{name}.linear_fc1", x), *alphas))
     up, bias = w[f"{name}.linear_fc1.weight"], w.get(f"{name}.linear_fc1.bias", (None, None))
     gate, inner = (F.linear(x, up[part], bias[part]) for part in (0, 1))
     return linear(w, f"{name}.linear_fc2", act(gate) * inner)
@@ -127,7 +135,7 @@ def train(plan: Plan) -> tuple[list[dict[str, float]], list[dict[str, float]]]:
     if held_out:
         validation = batch_of(samples_of(plan, single, prefixes, Split.valid), held_out)
     # repeated here: the reference uses no engine code
-    plain = [name for name in w if name.endswith("bias") or "layernorm" in name]
+    plain = [name for name in w if w[name].dim() == 1]
     matrices = [w[name] for name in w if name not in plain]
     groups = [{"params": matrices, "weight_decay": o.weight_decay}]
     groups += [{"params": [w[name] for name in plain], "weight_decay": 0.0}]

@@ -17,9 +17,9 @@ NAMES = {
     "TP2 PP2 DP2 distributed optimizer, interleaved, sequence parallel, overlapped;"
     "CP2 PP2 DP2 recompute selective; TP2 fp16;"
     "TP2 CP2 distributed optimizer, sequence parallel, Llama;"
-    "TP2 PP2 scores, torch's Adam; PP2 DP2 distributed optimizer bf16",
+    "TP2 PP2 scores, torch's Adam; TP2 PP2 Apertus; PP2 DP2 distributed optimizer bf16",
     "deepspeed-zero": "ZeRO-1 TP2 DP2 sequence parallel;"
-    "ZeRO-3 TP2 DP2 overlapped; ZeRO-3 TP2 Llama",
+    "ZeRO-3 TP2 DP2 overlapped; ZeRO-3 TP2 Apertus",
     "deepspeed-3d": "TP2 PP2 sequence parallel, recompute full; TP2 PP2 BLOOM; PP2 fp32 sums bf16",
     "hf-zero3": "ZeRO-2 DP2 BLOOM; ZeRO-3 DP2 Llama",
 }

@@ -26,6 +26,8 @@ SHAPES = {
         SHAPE, activation="gelu-tanh", ffn_hidden_size=96, tied_embeddings=False
     ),
     "bloom, 6 heads": replace(BLOOM, hidden_size=96, num_attention_heads=6, tied_embeddings=False),
+    "qwen3": replace(LLAMA, kv_channels=24, qk_layernorm=True),
+    "smollm3": replace(LLAMA, no_rope_freq=4),
     "qwen2": replace(LLAMA, biases="qkv", num_key_value_heads=1, rotary_base=500),
 }
 

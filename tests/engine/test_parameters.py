@@ -22,13 +22,16 @@ RMS = {"normalization": "rmsnorm", "positions": "rotary", "activation": "swiglu"
 # that no term can hide in another
 CASES: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"num_layers": 14, "tied_embeddings": False}, {"partition": EMBEDDING, "pp": 4}),
-    ({"num_layers": 16}, {"pp": 2, "interleaving": 2, "tp": 4}),
+    (
+        {"num_layers": 16, "qk_layernorm": True, "activation": "xielu"},
+        {"pp": 2, "interleaving": 2, "tp": 4},
+    ),
     (
         {"num_layers": 12, "tied_embeddings": False},
         {"pp": 4, "interleaving": 2, "last_stage_layers": 6},
     ),
     ({**RMS, "biases": "none", "num_key_value_heads": 2, "ffn_hidden_size": 1216}, {"tp": 2}),
-    ({**RMS, "biases": "qkv", "num_key_value_heads": 2}, {"pp": 2}),
+    ({**RMS, "biases": "qkv", "num_key_value_heads": 2, "kv_channels": 86}, {"pp": 2}),
     ({"positions": "alibi", "embedding_layernorm": True, "activation": "gelu-tanh"}, {"tp": 4}),
     ({"positions": "none", "activation": "geglu", "num_key_value_heads": 1}, {"pp": 2}),
 ]

@@ -15,10 +15,11 @@ from trilane.config.plan import Plan
 sys.path.insert(0, str(REPOSITORY / "benchmarks"))
 from trace_check import FAMILIES, check, difference, limit
 
+FAMILIES["qwen3"] = FAMILIES["llama"] | {"kv_channels": 128, "qk_layernorm": True}
 BF16 = {"precision": "bf16", "fp32_gradients": True, "gbs": 8}
 PLANS = {
     "megatron": (
-        "llama",
+        "qwen3",
         {**BF16, "tp": 2, "pp": 2, "sequence_parallel": True, "recompute": "selective"},
     ),
     "deepspeed-3d": (

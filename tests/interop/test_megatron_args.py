@@ -76,10 +76,17 @@ def read(text: str, gpus: int = 0, **given: Any) -> ParsedPlan:
 LLAMA = replace(
     SHAPE, num_key_value_heads=2, activation="swiglu", normalization="rmsnorm", positions="rotary"
 )
-LLAMA = replace(LLAMA, biases="none", tied_embeddings=False, ffn_hidden_size=896)
+LLAMA = replace(LLAMA, biases="none", tied_embeddings=False, ffn_hidden_size=896, no_rope_freq=4)
 KINDS = [
     LLAMA,
-    replace(LLAMA, ffn_hidden_size=None, biases="qkv", num_key_value_heads=1),
+    replace(
+        LLAMA,
+        kv_channels=64,
+        ffn_hidden_size=None,
+        biases="qkv",
+        num_key_value_heads=1,
+        qk_layernorm=True,
+    ),
     replace(
         LLAMA, ffn_hidden_size=4 * 256
     ),  # what the program takes without a gate where nothing is given
@@ -255,7 +262,6 @@ CANNOT_BE_READ = [  # an argument of GOOD, what stands in its place, the message
     (GOOD, BLOCK[:800], "arguments=1 blocks: must be one"),
     ("", "--use-megatron-fsdp", "--use-megatron-fsdp=yes: a plan shards"),
     ("", "--num-experts 8", "--num-experts=8: a plan has one MLP a layer, no experts"),
-    ("", "--kv-channels 64", "--kv-channels=64: a plan has hidden-size / heads = 32"),
     ("", "--rampup-batch-size 16 x", "--rampup-batch-size=16 x: must be START INCREMENT SAMPLES"),
     (
         "--tensor-model-parallel-size 2",

@@ -52,7 +52,7 @@ def rates(config: RunConfig, seconds: float) -> dict[str, float]:
     gpu_seconds = config.gpus * seconds
     if not (shape and config.gbs > 0 and gpu_seconds > 0):
         return {}
-    masked = 6.0 * config.gbs * shape.seq_length**2 * shape.num_layers * shape.hidden_size
+    masked = 6.0 * config.gbs * shape.seq_length**2 * shape.num_layers * shape.query_channels
     flops = shape.flops_per_iteration(config.gbs, config.recompute == "full")
     causal = shape.flops_per_iteration(config.gbs) - masked
     return {"narayanan": flops / gpu_seconds, "megatron_causal": causal / gpu_seconds}

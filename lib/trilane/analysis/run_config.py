@@ -200,6 +200,8 @@ def _shape(log: RunLog) -> ModelShape | None:
             biases=biases,
             tied_embeddings=not _is_on(log, *NAMES["untied"]),
             embedding_layernorm=_is_on(log, "embed_layernorm"),
+            kv_channels=whole(log, "kv_channels") or None,
+            qk_layernorm=_is_on(log, "qk_layernorm"),
         )
     except ValueError:
         return None
@@ -215,9 +217,6 @@ def _not_dense(log: RunLog) -> str:
     """
     given = log.arguments
     names = [name for name in NAMES["not_dense"] if str(given.get(name)).strip("[]()") not in OFF]
-    width = whole(log, "kv_channels") * whole(log, "num_attention_heads")
-    if width and width != whole(log, "hidden_size"):
-        names.append("kv_channels")
     return ", ".join(f"{name}={given[name]}" for name in names)
 
 

@@ -243,10 +243,9 @@ def _rules(engine: str, shape: ModelShape, t: Any) -> Rules:
 
 def _megatron_rules(shape: ModelShape, t: Any) -> Rules:
     tokens = shape.seq_length // t.cp // np.where(t.sequence_parallel, t.tp, 1)
-    qkv = shape.hidden_size + 2 * shape.kv_heads * shape.head_dim
     rule = "multiplies fp8 matrices whose sides, tokens and widths of a rank, are multiples of 16"
     is_aligned = tokens % 16 == 0
-    for width in (shape.hidden_size, shape.ffn, qkv):
+    for width in (shape.hidden_size, shape.ffn, shape.query_channels, shape.qkv_channels):
         is_aligned = is_aligned & (width // t.tp % 16 == 0)
     yield (t.precision != "fp8") | is_aligned, "precision", rule
     yield t.zero <= 1, "zero", "has ZeRO stage 0 and 1 (its distributed optimizer)"

@@ -22,11 +22,13 @@ class ModelShape(Record):
     """The sizes of a dense decoder; without the fields after `vocab_size`, those of GPT-2.
 
     Norms stand before attention and MLP, one after the last layer. Raises ValueError for sizes out
-    of range, for heads that do not divide, and an MLP narrower than the model.
+    of range, for heads that neither divide nor have a size, and an MLP narrower than the model.
     """
 
     num_layers: int = _size("transformer layers", 16, megatron="num-layers")
-    hidden_size: int = _size("width; a multiple of the attention heads", 18, megatron="hidden-size")
+    hidden_size: int = _size(
+        "width; a multiple of the attention heads, or see kv_channels", 18, megatron="hidden-size"
+    )
     num_attention_heads: int = _size(
         "attention heads; tp divides them", 18, megatron="num-attention-heads"
     )
@@ -48,8 +50,9 @@ class ModelShape(Record):
     )
     activation: str = option(
         "gelu",
-        "of the MLP; gelu-tanh is that in GPT-2's and BLOOM's code; swiglu and geglu have a gate",
-        choices=("gelu", "gelu-tanh", "relu", "squared-relu", *GATED),
+        "of the MLP; gelu-tanh is that in GPT-2's and BLOOM's code; xielu trains two parameters a "
+        "layer; swiglu and geglu have a gate",
+        choices=("gelu", "gelu-tanh", "relu", "squared-relu", "xielu", *GATED),
     )
     normalization: str = option(
         "layernorm", "rmsnorm has half as many parameters", choices=("layernorm", "rmsnorm")
@@ -78,12 +81,29 @@ class ModelShape(Record):
         maximum=1e12,
         predicts=False,
     )
+    kv_channels: int | None = option(
+        None,
+        "channels of a head; null: hidden_size / num_attention_heads",
+        minimum=1,
+        maximum=1 << 18,
+    )
+    qk_layernorm: bool = option(
+        False, "a norm of each head's queries, and one of its keys", megatron="qk-layernorm"
+    )
+    no_rope_freq: int = option(
+        0,
+        "every so manieth layer has no rotary positions (SmolLM3: 4); 0: all have; changes no size",
+        maximum=1 << 16,
+        predicts=False,
+    )
 
     def __post_init__(self) -> None:
         check(self)
         # one shape has one way to be written: what is usual is None
         if self.num_key_value_heads == self.num_attention_heads:
             object.__setattr__(self, "num_key_value_heads", None)
+        if self.query_channels == self.hidden_size:
+            object.__setattr__(self, "kv_channels", None)
         if self.ffn_hidden_size == self._usual_ffn:
             object.__setattr__(self, "ffn_hidden_size", None)
 
@@ -91,12 +111,17 @@ class ModelShape(Record):
         """What several sizes must be to each other."""
         h = self.hidden_size
         heads = self.num_attention_heads
-        yield h % heads == 0, "num_attention_heads", f"must divide hidden_size={h}"
+        divides = self.kv_channels is not None or h % heads == 0
+        yield divides, "num_attention_heads", f"must divide hidden_size={h}"
         rule = f"must divide num_attention_heads={heads}"
         yield heads % self.kv_heads == 0, "num_key_value_heads", rule
         yield self.ffn >= h, "ffn_hidden_size", f"must be at least hidden_size={h}"
         rule = f"rotary positions turn pairs of channels, a head has {self.head_dim}"
-        yield self.positions != "rotary" or self.head_dim % 2 == 0, "num_attention_heads", rule
+        is_rotary = self.positions == "rotary"
+        yield not is_rotary or self.head_dim % 2 == 0, "num_attention_heads", rule
+        rule = "leaves rotary positions out, and must divide num_layers"
+        is_whole = is_rotary and self.num_layers % max(self.no_rope_freq, 1) == 0
+        yield is_whole or not self.no_rope_freq, "no_rope_freq", rule
 
     @property
     def _usual_ffn(self) -> int:
@@ -126,16 +151,30 @@ class ModelShape(Record):
     @property
     def head_dim(self) -> int:
         """Channels of one attention head."""
-        return self.hidden_size // self.num_attention_heads
+        return self.kv_channels or self.hidden_size // self.num_attention_heads
+
+    @property
+    def query_channels(self) -> int:
+        """Channels of all queries, and of what attention gives to its projection."""
+        return self.num_attention_heads * self.head_dim
+
+    @property
+    def qkv_channels(self) -> int:
+        """Channels of all queries, keys and values."""
+        return self.query_channels + 2 * self.kv_heads * self.head_dim
+
+    def has_rope(self, number: int) -> bool:
+        """Whether layer `number`, from 1, turns queries and keys by their positions."""
+        is_left_out = self.no_rope_freq > 0 and number % self.no_rope_freq == 0
+        return self.positions == "rotary" and not is_left_out
 
     @property
     def layer_weights(self) -> int:
-        """Entries of a layer's matrices: queries and projection h^2 each, keys and values, the MLP.
-        GPT-2: 12 h^2.
+        """Entries of a layer's matrices: queries, keys and values; projection; the MLP. GPT-2:
+        12 h^2.
         """
-        h = self.hidden_size
-        attention = 2 * h * h + 2 * h * self.kv_heads * self.head_dim
-        return attention + (2 + self.is_gated) * h * self.ffn
+        attention = self.qkv_channels + self.query_channels
+        return self.hidden_size * (attention + (2 + self.is_gated) * self.ffn)
 
     @property
     def norm_parameters(self) -> int:
@@ -143,15 +182,23 @@ class ModelShape(Record):
         return self.hidden_size * (2 if self.normalization == "layernorm" else 1)
 
     @property
+    def inner_parameters(self) -> int:
+        """Parameters inside a layer's attention and MLP that every rank holds whole: norms of
+        queries and keys, and the two of xIELU.
+        """
+        norms = 2 * self.norm_parameters // self.hidden_size * self.head_dim
+        return self.qk_layernorm * norms + 2 * (self.activation == "xielu")
+
+    @property
     def layer_parameters(self) -> int:
         """Parameters of one transformer layer. GPT-2: 12 h^2 + 13 h, of which 9 h are biases."""
         h = self.hidden_size
         biases = 0
         if self.biases != "none":
-            biases += h + 2 * self.kv_heads * self.head_dim
+            biases += self.qkv_channels
         if self.biases == "all":
             biases += 2 * h + (1 + self.is_gated) * self.ffn
-        return self.layer_weights + biases + 2 * self.norm_parameters
+        return self.layer_weights + biases + 2 * self.norm_parameters + self.inner_parameters
 
     @property
     def embedding_parameters(self) -> int:
@@ -181,7 +228,8 @@ class ModelShape(Record):
         """FLOPs of one iteration over `gbs` sequences: three times the forward pass, four with full
         recomputation.
 
-            forward of a layer = 2 B s W + 4 B s^2 h    W entries of its matrices
+            forward of a layer = 2 B s W + 4 B s^2 h    W entries of its matrices; own heads:
+                                                        their channels for the second h
             logits             = 2 B s h V              never recomputed
             GPT-2, W = 12 h^2:   F = 72 B s L h^2 (1 + s / (6 h) + V / (12 L h)),
                        or, recomputed, 96 B s L h^2 (1 + s / (6 h) + V / (16 L h))
@@ -195,7 +243,7 @@ class ModelShape(Record):
         L = self.num_layers
         h = self.hidden_size
         V = self.vocab_size
-        layers = L * (2 * B * s * self.layer_weights + 4 * B * s * s * h)
+        layers = L * (2 * B * s * self.layer_weights + 4 * B * s * s * self.query_channels)
         return (4 if recompute_full else 3) * layers + 6 * B * s * h * V
 
 

@@ -259,8 +259,11 @@ def size_rules(t: Any, shape: ModelShape) -> Rules:
     heads = shape.kv_heads
     rule = "must divide the heads of keys and values, or be a multiple of them"
     yield heads % t.tp == 0 or t.tp % heads == 0, "tp", rule
-    channels = shape.hidden_size + 2 * heads * shape.head_dim
-    yield channels % t.tp == 0, "tp", "must divide the channels of queries, keys and values"
+    yield (
+        shape.qkv_channels % t.tp == 0,
+        "tp",
+        "must divide the channels of queries, keys and values",
+    )
 
 
 def shape_rules(t: Any, shape: ModelShape) -> Rules:

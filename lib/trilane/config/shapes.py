@@ -50,19 +50,22 @@ def _named_shape(text: str, seq_length: int) -> ModelShape:
 def shape_of_config(values: Mapping[str, Any], seq_length: int = 0) -> ModelShape:
     """The shape of a configuration of transformers, its vocabulary as it is; `seq_length` 0 takes
     the longest it has. Left out: what a type has beside it, such as OPT's two further positions and
-    Qwen 3's norms of queries and keys.
+    Granite's multipliers of values, which change no size.
 
     Raises ValueError with the name of the key or field for a type that is not known, for experts,
-    latent attention, attention beside the MLP, heads that do not make up the hidden size, and
-    windows shorter than the sequence.
+    latent attention, layers of other kinds, attention beside the MLP, and windows shorter than the
+    sequence.
     """
     tables = shipped_json("huggingface")
     kind = str(values["model_type"])
     usual = {**tables["usual"], **tables["configs"].get(kind, {})}
     for key, default, wanted, rule in [*tables["needs"], *usual["needs"]]:
         value = values.get(key, default)
-        require(value in wanted, key, value, rule)
-    require_known("model_type", kind, tables["configs"])
+        each = value if isinstance(value, list) else [value]
+        for one in each:
+            require(one in wanted, key, one, rule)
+    rule = f"no decoder that a shape describes; known: {', '.join(sorted(tables['configs']))}"
+    require(kind in tables["configs"], "model_type", kind, rule)
     # transformers 5 keeps what rotary positions need in an object of their own
     rotary = values.get("rope_parameters") or {}
     require(isinstance(rotary, Mapping), "rope_parameters", rotary, "must be a JSON object")
@@ -87,9 +90,12 @@ def shape_of_config(values: Mapping[str, Any], seq_length: int = 0) -> ModelShap
         given["biases"] = "all" if True in switches else "none"
     shape = from_mapping(ModelShape, given, "shape")
 
-    widths = {"head_dim": shape.head_dim, "word_embed_proj_dim": shape.hidden_size}
-    for key, width in widths.items():
-        require(values.get(key) in (None, width), key, values.get(key), f"a shape has {width}")
+    wanted = {
+        "word_embed_proj_dim": shape.hidden_size,
+        "no_rope_layers": [int(shape.has_rope(n + 1)) for n in range(shape.num_layers)],
+    }
+    for key, value in wanted.items():
+        require(values.get(key) in (None, value), key, values.get(key), f"a shape has {value}")
     window = values.get("sliding_window")
     if window is not None and values.get("use_sliding_window", True):
         # a shape attends to the whole sequence
@@ -122,9 +128,14 @@ class Family:
 
     def rules(self, shape: ModelShape) -> Rules:
         """Which fields of `shape` such models have."""
+        other = ""
         for name, keys_of in self.fields.items():
             rule = f"{self.model} has {', '.join(keys_of)}"
-            yield str(getattr(shape, name)) in keys_of, name, rule
+            value = str(getattr(shape, name))
+            yield value in keys_of, name, rule
+            if "architectures" in keys_of.get(value, ()):  # one class alone has it
+                yield not other, name, f"no model of transformers has it and {other}"
+                other = name
 
     def config(self, shape: ModelShape) -> dict[str, Any]:
         """The configuration of a model of that shape for from_pretrained; without dropout."""

@@ -30,8 +30,9 @@ class Columns:
 
     The fields of a topology have their names there, and a word is a number, its place among the
     choices: `recompute` 0 none, 1 selective, 2 full, 3 operators, 4 block. `biases` 0 none, 1 of
-    queries, keys and values, 2 all; `norm_values` 2 h or h parameters of a norm; `positions`
-    learned rows; `alibi` whether attention adds ALiBi's mask.
+    queries, keys and values, 2 all; `norm_values` 2 h or h parameters of a norm; `inner_values`
+    what else of a layer tp does not divide (ModelShape.inner_parameters); `positions` learned rows;
+    `alibi` whether attention adds ALiBi's mask.
     """
 
     def __init__(self, **numbers: Number) -> None:
@@ -87,8 +88,9 @@ class Columns:
         return self.mbs * self.seq / self.cp
 
     @property
-    def head_dim(self) -> Number:
-        return self.hidden / self.heads
+    def query_hidden(self) -> Number:
+        """Channels of all queries."""
+        return self.heads * self.head_dim
 
     @property
     def kv_hidden(self) -> Number:
@@ -109,8 +111,8 @@ class Columns:
         f = self.ffn
         t = self.tp
         return (
-            ((h + 2 * self.kv_heads * self.head_dim) / t, h),
-            (h, h / t),
+            ((self.query_hidden + 2 * self.kv_heads * self.head_dim) / t, h),
+            (h, self.query_hidden / t),
             ((1 + self.gated) * f / t, h),
             (h, f / t),
         )
@@ -127,7 +129,7 @@ class Columns:
         """
         qkv, _, mlp, _ = (outputs for outputs, _ in self.matrices)
         biases = (self.biases > 0) * qkv + (self.biases == 2) * (mlp + 2 * self.hidden)
-        return self.layer_weights + biases + 2 * self.norm_values
+        return self.layer_weights + biases + 2 * self.norm_values + self.inner_values
 
     @property
     def embedding_parameters(self) -> Number:
@@ -183,6 +185,7 @@ def columns_of(shape: ModelShape, topology: Topology, engine: str = "") -> Colum
         layers=shape.num_layers,
         hidden=shape.hidden_size,
         heads=shape.num_attention_heads,
+        head_dim=shape.head_dim,
         seq=shape.seq_length,
         vocab=shape.vocab_size,
         untied=int(not shape.tied_embeddings),
@@ -192,6 +195,8 @@ def columns_of(shape: ModelShape, topology: Topology, engine: str = "") -> Colum
         gated=int(shape.is_gated),
         biases=("none", "qkv", "all").index(shape.biases),
         norm_values=shape.norm_parameters,
+        inner_values=shape.inner_parameters,
+        qk_layernorm=int(shape.qk_layernorm),
         positions=shape.seq_length if shape.positions == "learned" else 0,
         alibi=int(shape.positions == "alibi"),
         **numbers,

@@ -150,11 +150,13 @@ def elementwise_seconds(setting: Setting) -> tuple[Number, Number]:
 
     Forward, in bytes per token and channel at 2 bytes a value: two norms 8, two residuals with
     dropout 14, and, over t, 4 of each channel of the MLP (16 with 4 h; a gate reads another 2) and
-    4 of queries, keys and values for bias and layout (12). Backward moves half as much again.
+    4 of queries, keys and values for bias and layout (12), another 4 for norms of queries and keys.
+    Backward moves half as much again.
     Sequence parallelism divides all by t.
     """
     x, _, c = setting
-    cut = (4 + 2 * x.gated) * x.ffn / x.hidden + 4 * (1 + 2 * x.kv_hidden / x.hidden)
+    heads = x.query_hidden + 2 * x.kv_hidden + x.qk_layernorm * (x.query_hidden + x.kv_hidden)
+    cut = (4 + 2 * x.gated) * x.ffn / x.hidden + 4 * (heads / x.hidden)
     moved = np.where(x.sequence_parallel == 1, 22 / x.tp, 22) + cut / x.tp
     bytes_ = c.passes * moved * x.value_bytes / 2 * x.tokens * x.hidden
     forward = memory_seconds(bytes_, setting)

@@ -182,12 +182,13 @@ class StageMemory(Parts):
 def activation_bytes_per_layer(columns: Columns, constants: MemoryConstants = DEFAULT) -> Number:
     """Bytes one GPU keeps for the backward pass, per layer and microbatch, at 2 bytes a value.
 
-    s seq, b mbs, h hidden, a heads, t tp, k channels of keys, f of the MLP:
+    s seq, b mbs, h hidden, a heads, t tp, k channels of keys, f of the MLP, q of queries, where
+    they are not h:
 
         none        s b h (10 + 24/t + 5 a s / (h t))   sequence parallel: 34/t for 10 + 24/t
         selective   the 5 a s term dropped, as where a fused kernel has no scores
         full        2 s b h                             sequence parallel: 2 s b h / t
-        operators   2 s b (h + (2 h + k + f)/t)         sequence parallel: 3 h / t first; a gate: h
+        operators   2 s b (h + (2 q + k + f)/t)         sequence parallel: 3 h / t first; a gate: h
         block       the mean of full and none
 
     Korthikanti et al. 2022, arXiv:2205.05198, table 2. Of the 24: queries, keys and values 6, the
@@ -196,7 +197,8 @@ def activation_bytes_per_layer(columns: Columns, constants: MemoryConstants = DE
     core's output beside them (Transformer Engine, module/linear.py). unfused, with a gate as in
     transformers' Llama: fp32 copies in two RMSNorms (8, less masks of dropout), its product. Scores
     that an engine here writes need all keys; transformers' Llama and BLOOM keep their softmax in
-    fp32, too. Dropout masks are 2 of the 10. selective: queries that share keys are a copy beside
+    fp32, too. Dropout masks are 2 of the 10. Norms of queries and keys keep their inputs, 2 (q + k)
+    / t. selective: queries that share keys are a copy beside
     all channels (megatron-core). whole: keys and values of cp parts, and the output of two chunks
     joined; Transformer Engine has a ring. operators: the layer's input, attention's output and
     every second matmul's, of q, k, v, o, in, gate, out; with sequence parallelism what was
@@ -214,17 +216,21 @@ def activation_bytes_per_layer(columns: Columns, constants: MemoryConstants = DE
     norms = 8 * single + c.masks * (1 - single)
     gate = 2 + 2 * (c.unfused + c.gates)
     has_all = c.repeats + c.ends * ((x.precision == FP32) | (x.attention == 1))
-    keys = np.where(has_all, h, x.kv_hidden)
+    queries = x.query_hidden
+    keys = np.where(has_all, queries, x.kv_hidden)
     is_ring = (fp8 > 0) | (x.overlap_tp == 1) | is_selective
     shares = (x.cp > 1) * c.whole * np.where(is_ring, 0, 1)
-    attention = 4 + 2 * shares + fp8 + 4 * keys / h * (1 + shares * (x.cp - 1))
-    shared = attention + (4 - fp8 + gate * x.gated) * x.ffn / h
-    shared = shared + 2 * is_selective * (x.kv_heads < x.heads)
+    normed = (2 + 4 * c.unfused) * x.qk_layernorm * (queries + x.kv_hidden) / h
+    attention = (4 + 2 * shares + fp8) * queries / h + 4 * keys / h * (1 + shares * (x.cp - 1))
+    shared = attention + normed + (4 - fp8 + gate * x.gated) * x.ffn / h
+    is_copied = is_selective * (x.kv_heads < x.heads) * (1 - x.qk_layernorm)
+    shared = shared + 2 * is_copied * queries / h
     stores = ((x.recompute == NONE) | (x.recompute == BLOCK)) * x.attention
     each = c.scores + 4 * c.unfused * np.maximum(x.gated, x.alibi)
     scores = stores * each * x.heads * x.seq * x.tokens / x.tp
     every = sbh * ((8 - 2 * fp8 + norms) / cut + shared / x.tp) + scores
-    some = (1 + 2 * (cut > 1)) / cut + (2 + x.kv_hidden / h + x.ffn / h) / x.tp + x.gated
+    inner = 2 * queries / h + x.kv_hidden / h + x.ffn / h
+    some = (1 + 2 * (cut > 1)) / cut + inner / x.tp + x.gated
     every = np.where(x.recompute == OPERATORS, 2 * sbh * some, every)
     return (every * (1 - x.recomputed) + 2 * sbh / cut * x.recomputed) * x.value_bytes / 2
 

@@ -110,7 +110,7 @@ def features(case: Configuration, stack: str, seconds: float) -> dict[str, Any]:
     gpu = case.cluster.gpu
     kernel = "fused"
     if t.attention == "scores":
-        kernel = "unaligned" if shape.hidden_size / shape.num_attention_heads % 8 else "aligned"
+        kernel = "unaligned" if shape.head_dim % 8 else "aligned"
     precision = t.precision.replace("bf16", "fp16")
     peak = seconds * t.gpus * gpu.flops_per_s(t.precision)
     facts = {

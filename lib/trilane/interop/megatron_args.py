@@ -119,6 +119,8 @@ def _of_plan(plan: Plan) -> dict[str, Any]:
         "norm-epsilon": shape.norm_epsilon,
         "rotary-base": int(shape.rotary_base),
         "padded-vocab-size": shape.vocab_size,
+        "kv-channels": shape.kv_channels or False,
+        "no-rope-freq": shape.no_rope_freq or False,
         "untie-embeddings-and-output-weights": not shape.tied_embeddings,
         "use-distributed-optimizer": topology.zero == 1,
         "accumulate-allreduce-grads-in-fp32": topology.precision != "fp32",

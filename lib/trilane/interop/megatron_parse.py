@@ -201,7 +201,7 @@ def _shape(given: Given, vocab_size: int) -> ModelShape:
     if given.has("disable_bias_linear"):
         biases = "qkv" if given.has("add_qkv_bias") else "none"
     given.read.add("add_qkv_bias")
-    shape = ModelShape(
+    return ModelShape(
         **sizes,
         vocab_size=_rows(given, vocab_size),
         activation=activation,
@@ -214,11 +214,9 @@ def _shape(given: Given, vocab_size: int) -> ModelShape:
         embedding_layernorm=given.has("embed_layernorm"),
         norm_epsilon=given.get("norm_epsilon", float, epsilon),
         rotary_base=given.get("rotary_base", float, ModelShape.rotary_base),
+        kv_channels=given.get("kv_channels", int, 0) or None,
+        no_rope_freq=given.get("no_rope_freq", int, 0),
     )
-    width = given.get("kv_channels", int, shape.head_dim)
-    rule = f"a plan has hidden-size / heads = {shape.head_dim}"
-    require(width == shape.head_dim, "--kv-channels", width, rule)
-    return shape
 
 
 def _activation(given: Given, gate: str) -> str:

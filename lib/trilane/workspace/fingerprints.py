@@ -31,6 +31,13 @@ SKETCHES = 8
 # splitmix64: Steele, Lea and Flood 2014, doi:10.1145/2714064.2660195, figure 16.
 SPLITMIX = tuple(np.uint64(n) for n in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
 Box = Sequence[Sequence[int]]
+# xIELU begins with alphas of 0.8 and 0.3 + 0.5, given before softplus (transformers' activations)
+CONSTANTS = {
+    ".bias": 0.0,
+    "layernorm.weight": 1.0,
+    ".alpha_p": math.log(math.expm1(0.8)),
+    ".alpha_n": math.log(math.expm1(0.3)),
+}
 
 
 def file_of(rank: int) -> str:
@@ -52,16 +59,17 @@ def must_decay(name: str, dims: int = 2) -> bool:
     """Whether a parameter decays: all but norms, biases and other vectors. Embeddings do, as in
     Megatron-LM.
     """
-    return dims > 1 and not (name.endswith(".bias") or "layernorm" in name)
+    return dims > 1 and default_of(name) is None
 
 
 def default_of(name: str) -> float | None:
-    """The initial value of every element of a norm or a bias; None for parameters with random
-    initial values.
+    """The initial value of every element of a norm, a bias or an activation; None for parameters
+    with random initial values.
     """
-    if name.endswith(".bias"):
-        return 0.0
-    return 1.0 if "layernorm" in name else None
+    for end, value in CONSTANTS.items():
+        if name.endswith(end):
+            return value
+    return None
 
 
 @frozen

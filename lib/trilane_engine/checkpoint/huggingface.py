@@ -58,7 +58,7 @@ def ours(family: Family, name: str, tensors: Sequence[Tensor], shape: ModelShape
     whole = torch.cat(parts) if len(parts) > 1 else parts[0]
     if "linear_qkv." in name and not family.by_group:
         keys = shape.kv_heads * shape.head_dim
-        kinds = whole.split([shape.hidden_size, keys, keys])
+        kinds = whole.split([shape.query_channels, keys, keys])
         rows = [kind.unflatten(0, (shape.kv_heads, -1, shape.head_dim)) for kind in kinds]
         return torch.cat(rows, 1).flatten(0, 2)
     if "linear_fc1." in name and shape.is_gated:

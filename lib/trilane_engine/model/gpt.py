@@ -33,16 +33,18 @@ from trilane.config.model import ModelShape
 from trilane.config.plan import Plan
 from trilane_engine.model import context, fused, te
 from trilane_engine.model.fused import DTYPES, GPT, compiled
-from trilane_engine.model.layer import MLP, ColumnLinear, Layer, RowLinear, SelfAttention
+from trilane_engine.model.layer import MLP, XIELU, ColumnLinear, Layer, RowLinear, SelfAttention
 from trilane_engine.model.parameters import initial_range, is_gated_fc1, split_dim
 
 # values in memory at a time, 64 MiB: BLOOM-176B's embedding has 14 GB
 MOST_DRAWN = 1 << 24
+# parameters that each rank has whole, for its heads or channels of the MLP
+INNER = re.compile(r"\b([qk]_layernorm|activation_func)\b")
 
 
 def activation_of(shape: ModelShape) -> Callable[[Tensor], Tensor]:
-    """The activation function; of the gate where there is one."""
-    functions: dict[str, Callable[..., Tensor]] = {
+    """The activation function, of the gate where there is one; a class where it has parameters."""
+    functions: dict[str, Any] = {
         "gelu": F.gelu,
         # in GPT-2's and BLOOM's code: Hendrycks and Gimpel 2016, arXiv:1606.08415, section 2
         "gelu-tanh": functools.partial(F.gelu, approximate="tanh"),
@@ -50,6 +52,7 @@ def activation_of(shape: ModelShape) -> Callable[[Tensor], Tensor]:
         # So et al. 2021, arXiv:2109.08668, section 3; megatron-core's own is compiled, whichever
         # path runs
         "squared-relu": lambda x: F.relu(x).square(),
+        "xielu": XIELU,
         "swiglu": F.silu,
         "geglu": F.gelu,
     }
@@ -67,6 +70,7 @@ class Attention(nn.Module):
     def __init__(self, config: TransformerConfig, *, shape: ModelShape, **place: Any) -> None:
         super().__init__()
         self.shape = shape
+        self.has_rope = shape.has_rope(place["layer_number"])
         self.dropout = config.attention_dropout
         self.splits_sequence = config.sequence_parallel
         self.shares = config.context_parallel_size  # ranks that have a part of each sequence
@@ -88,7 +92,7 @@ class Attention(nn.Module):
         **_: Any,
     ) -> Tensor:
         """Query (S, B, H, D), key and value (S, B, G, D) -> (S, B, H D)."""
-        if self.shape.positions == "rotary":
+        if self.has_rope:
             length = len(query) * self.shares
             cos, sin = rotations(
                 length, self.shape.head_dim, self.shape.rotary_base, query.device, query.dtype
@@ -244,7 +248,7 @@ class Norm:
     own torch norm refuses it.
     """
 
-    def __new__(cls, config: TransformerConfig, hidden_size: int, **_: Any) -> Any:
+    def __new__(cls, config: TransformerConfig, hidden_size: int, *_: Any, **__: Any) -> Any:
         kind = nn.LayerNorm if config.normalization == "LayerNorm" else nn.RMSNorm
         norm = kind(hidden_size, config.layernorm_epsilon, dtype=config.params_dtype)
         for parameter in norm.parameters():
@@ -269,7 +273,9 @@ def layer_spec(shape: ModelShape, config: TransformerConfig) -> ModuleSpec:
     parts.self_attention.module = SelfAttention
     parts.mlp = MLP
     fused_parts = te.is_chosen(config)
-    parts.input_layernorm = parts.pre_mlp_layernorm = te.Norm if fused_parts else Norm
+    norm = te.Norm if fused_parts else Norm
+    parts.input_layernorm = parts.pre_mlp_layernorm = norm
+    parts.self_attention.params["head_norm"] = norm if shape.qk_layernorm else None
     attention = parts.self_attention.submodules
     attention.linear_qkv = te.ColumnLinear if fused_parts else ColumnLinear
     attention.linear_proj = te.RowLinear if fused_parts else RowLinear
@@ -289,6 +295,7 @@ def transformer_config(plan: Plan) -> TransformerConfig:
         hidden_size=shape.hidden_size,
         num_attention_heads=shape.num_attention_heads,
         num_query_groups=shape.kv_heads,
+        kv_channels=shape.head_dim,
         ffn_hidden_size=shape.ffn,
         activation_func=activation_of(shape),
         gated_linear_unit=shape.is_gated,
@@ -410,6 +417,10 @@ def fill_parameters(named: Iterable[tuple[str, nn.Parameter]], plan: Plan) -> No
         # gradient norm would count the split matrices of one tensor-parallel rank only.
         if dim is not None and not hasattr(parameter, "tensor_model_parallel"):
             set_tensor_model_parallel_attributes(parameter, True, dim, stride)
+        # what is marked is summed elsewhere
+        is_summed = getattr(parameter, "sequence_parallel", False)
+        if tp > 1 and not is_summed and INNER.search(name):
+            parameter.register_hook(sum_over_tp)
         size = tuple(getattr(parameter, "ds_shape", parameter.shape))
         fill(parameter, functools.partial(initial_range, name, size, rank, tp, plan, dim=dim))
 

@@ -15,7 +15,9 @@ from megatron.core.tensor_parallel import layers
 from megatron.core.transformer import attention, mlp, transformer_layer
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
+from trilane.workspace.fingerprints import default_of
 from trilane_engine.model import te
 from trilane_engine.model.fused import activate, add_dropped, add_product, compiled
 
@@ -81,6 +83,8 @@ class MLP(mlp.MLP):
         super().__init__(config, linears, tp_group=parallel_state.get_tensor_model_parallel_group())
         self.linear_fc1.skip_bias_add = config.bias_activation_fusion
         self.linear_fc2.skip_bias_add = config.bias_activation_fusion
+        if isinstance(config.activation_func, type):  # one with parameters
+            self.activation_func = config.activation_func(config)
         self.activate = compiled(activate) if config.bias_activation_fusion else activate
 
     def forward(self, hidden_states: Tensor, **_: Any) -> Pair:
@@ -90,16 +94,55 @@ class MLP(mlp.MLP):
         return self.linear_fc2(self.activate(inner, bias, self.activation_func, gated))
 
 
-class SelfAttention(attention.SelfAttention):
-    """megatron-core's attention among the tokens of a sequence."""
+class XIELU(torch.nn.Module):
+    """An activation with two trained numbers, a_p and a_n before softplus:
 
-    def __init__(self, config: TransformerConfig, *parts: Any, **options: Any) -> None:
+        x > 0   softplus(a_p) x^2 + x / 2
+        else    (softplus(a_n) + 1/2) (e^x - 1 - x) + x / 2
+
+    Huang and Schlag 2024, arXiv:2411.13010. Computed again in the backward pass, which keeps x.
+    """
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__()
+        for name in ("alpha_p", "alpha_n"):
+            start = torch.tensor([default_of(f".{name}")], dtype=config.params_dtype)
+            setattr(self, name, torch.nn.Parameter(start))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x of any shape -> as many values."""
+        return checkpoint(xielu, x, self.alpha_p, self.alpha_n, use_reentrant=False)
+
+
+def xielu(x: Tensor, alpha_p: Tensor, alpha_n: Tensor) -> Tensor:
+    """What XIELU computes."""
+    right = F.softplus(alpha_p) * x * x
+    left = (F.softplus(alpha_n) + 0.5) * (torch.expm1(x.clamp(max=0)) - x)
+    return torch.where(x > 0, right, left) + 0.5 * x
+
+
+class SelfAttention(attention.SelfAttention):
+    """megatron-core's attention among the tokens of a sequence; `head_norm` makes norms of each
+    head's queries and keys.
+    """
+
+    def __init__(
+        self, config: TransformerConfig, *parts: Any, head_norm: Any = None, **options: Any
+    ) -> None:
         super().__init__(config, *parts, **options)
         self.linear_proj.skip_bias_add = config.bias_dropout_fusion
+        if head_norm:
+            for name in ("q_layernorm", "k_layernorm"):
+                norm = head_norm(config, config.kv_channels, config.layernorm_epsilon)
+                # it keeps its input: a view of all channels would keep values, too
+                norm.register_forward_pre_hook(lambda _, inputs: inputs[0].contiguous())
+                setattr(self, name, norm)
 
     def forward(self, hidden_states: Tensor, **_: Any) -> Pair:
         """(S, B, C) -> (S, B, C)."""
-        heads = self.get_query_key_value_tensors(hidden_states)
+        heads = list(self.get_query_key_value_tensors(hidden_states))
+        if self.q_layernorm is not None:
+            heads[2] = heads[2].contiguous()  # as in the norms
         if self.checkpoint_core_attention and self.training:
             core = partial(self.core_attention, attention_mask=None)
             return self.linear_proj(tensor_parallel.checkpoint(core, False, *heads))

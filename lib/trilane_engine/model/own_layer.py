@@ -11,7 +11,6 @@ part.
 import contextlib
 import copy
 import hashlib
-import re
 import sys
 import traceback
 import types
@@ -33,7 +32,7 @@ from trilane.config.plan import Plan
 from trilane.utils.validation import HostError, shown
 from trilane_engine.model import rng
 from trilane_engine.model.fused import DTYPES
-from trilane_engine.model.gpt import sum_over_tp
+from trilane_engine.model.gpt import INNER, sum_over_tp
 
 
 class Wrapped(nn.Module):
@@ -113,7 +112,8 @@ def try_out(plan: Plan, module: nn.Module) -> None:
     type, or where something would go wrong without a word.
 
     What tensor-parallel ranks hold whole, each with a part of the gradient, is summed from then on:
-    under sequence parallelism all of it, else norms of queries and keys, by megatron-core's names.
+    under sequence parallelism all of it, else norms of queries and keys and what an activation
+    has, by megatron-core's names.
     """
     layer = plan.layer
     assert layer is not None
@@ -130,7 +130,7 @@ def try_out(plan: Plan, module: nn.Module) -> None:
             continue
         if t.sequence_parallel:
             parameter.sequence_parallel = True  # type: ignore[attr-defined]
-        elif t.tp > 1 and re.search(r"\b[qk]_layernorm\b", name):
+        elif t.tp > 1 and INNER.search(name):
             parameter.register_hook(sum_over_tp)
     length = plan.shape.seq_length // (t.tp if t.sequence_parallel else 1)
     size = (length, t.mbs, plan.shape.hidden_size)

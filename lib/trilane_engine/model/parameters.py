@@ -16,7 +16,7 @@ import torch
 from trilane.config.model import ModelShape
 from trilane.config.plan import Plan
 from trilane.utils.frozen import frozen
-from trilane.workspace.fingerprints import SPLITMIX
+from trilane.workspace.fingerprints import SPLITMIX, default_of
 
 # What megatron-core splits by columns, the inputs; both write to the residual stream.
 COLUMNS = ("linear_proj.weight", "linear_fc2.weight")
@@ -54,8 +54,8 @@ def whole_sizes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
     ffn = shape.ffn
     # parameter -> shape of its bias, columns of its matrix
     linears: dict[str, tuple[tuple[int, ...], int]] = {
-        "self_attention.linear_qkv": ((h + 2 * shape.kv_heads * shape.head_dim,), h),
-        "self_attention.linear_proj": ((h,), h),
+        "self_attention.linear_qkv": ((shape.qkv_channels,), h),
+        "self_attention.linear_proj": ((h,), shape.query_channels),
         "mlp.linear_fc1": ((2, ffn) if shape.is_gated else (ffn,), h),
         "mlp.linear_fc2": ((h,), ffn),
     }
@@ -69,6 +69,11 @@ def whole_sizes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
         layer = f"decoder.layers.{number}"
         for norm in ("input_layernorm", "pre_mlp_layernorm"):
             sizes |= {f"{layer}.{norm}.{kind}": (h,) for kind in kinds}
+        if shape.qk_layernorm:
+            for norm in ("self_attention.q_layernorm", "self_attention.k_layernorm"):
+                sizes |= {f"{layer}.{norm}.{kind}": (shape.head_dim,) for kind in kinds}
+        if shape.activation == "xielu":
+            sizes |= {f"{layer}.mlp.activation_func.alpha_{sign}": (1,) for sign in "pn"}
         for name, (out, columns) in linears.items():
             sizes[f"{layer}.{name}.weight"] = (*out, columns)
             if shape.biases == "all" or (shape.biases == "qkv" and "linear_qkv" in name):
@@ -121,15 +126,14 @@ def initial_range(
 
     `dim` is the dimension that is split, None for none. Weights are
     normal with deviation optimizer.init_std, those split by columns, which write to the residual
-    stream init_std / sqrt(2 L); biases are 0, norm weights 1. Radford et al. 2019 (GPT-2), section
-    2.3, with 0.02. The names are megatron-core's, with the layer's number in the whole model.
-    `linear_qkv` holds its rows by group of heads that share keys and values, in GPT-2 one head
-    each: (group, [its queries ..., key, value], channel).
+    stream init_std / sqrt(2 L); others as default_of() has them. Radford et al. 2019 (GPT-2),
+    section 2.3, with 0.02. The names are megatron-core's, with the layer's number in the whole
+    model. `linear_qkv` holds its rows by group of heads that share keys and values, in GPT-2 one
+    head each: (group, [its queries ..., key, value], channel).
     """
-    if name.endswith(".bias"):
-        return torch.zeros(end - first)
-    if "layernorm" in name:
-        return torch.ones(end - first)
+    default = default_of(name)
+    if default is not None:
+        return torch.full((end - first,), default)
     # gate and up count as one above the other
     *counts, held = paired(local, is_gated_fc1(name, plan.shape))
     if dim is None:
