@@ -12,6 +12,8 @@ from trilane.config.plan import Plan
 
 SMALL = "24,2048,16,2048,50304"
 ON = {"cluster": "jz-v100-32g", "gpus": 32, "gbs": 512}
+ROW = {"num_layers": 24, "hidden_size": 2048, "num_attention_heads": 16, "seq_length": 2048}
+ROW |= {"vocab_size": 50304, "tp": 1, "pp": 1, "dp": 32, "mbs": 4, "gbs": 512}
 FOREIGN = {"n_layers": 24, "d_model": 2048, "n_heads": 16, "seq_len": 2048, "tp": 1, "pp": 1}
 FOREIGN |= {"dp": 32, "step_time (ms)": 900.0, "world_size": 32, "global_batch_size": 512}
 FOREIGN |= {"micro_batch_size": 4, "vocab_size": 50304}
@@ -23,7 +25,10 @@ trilane.search(SMALL, **ON, tp=4)
 trilane.search(config, **ON)
 trilane.predict(found.to_frame()[:3], "jz-v100-32g")
 trilane.predict(plan, "jz-h100")
-trilane.predict(plan).numbers
+trilane.predict(plan).to_frame()
+trilane.predict(plan).plot()
+trilane.predict([plan, found[1].plan])
+trilane.predict(ROW, "jz-v100-32g")
 dataclasses.replace(machine, network_bytes_per_s=5e10)
 trilane.forecast(REPOSITORY / "docs/plan-176b.json", tokens="300B")
 trilane.fit(found.to_frame()[:4].assign(sec_per_it=1.0), "jz-v100-32g")
@@ -36,6 +41,9 @@ list(found)
 [x.tp for x in found]
 found.best()
 found.best(3)
+found.filter(tp=4)
+found.filter("memory_gib < 20")
+found.head()
 (plan.tp, plan.pp, plan.dp, plan.mbs, plan.gbs, plan.zero)
 plan.gpus
 plan.replace(tp=2)
@@ -51,9 +59,11 @@ c.days(0.5)
 c.gpu_hours(0.5)
 """
 ENDS = {  # one line that names what does
+    "trilane.explain(plan, found[1].plan)": "predict",
     "trilane.search(SMALL, **ON, memory_limit=40)": "known: ",
     "plan.replace(tensor_parallel=2)": "known: ",
     "plan.replace(tp=3)": "must divide the 32 GPUs",
+    "found.filter(tensor=2)": "known: ",
 }
 
 
@@ -72,7 +82,7 @@ def typed(tmp_path_factory):
     machine = trilane.load_cluster("jz-v100-32g")
     given = {"found": found, "plan": plan, "c": c, "machine": machine}
     modules = {"trilane": trilane, "dataclasses": dataclasses, "REPOSITORY": REPOSITORY}
-    texts = {"SMALL": SMALL, "ON": ON, "config": str(config), "folder": folder}
+    texts = {"SMALL": SMALL, "ON": ON, "ROW": ROW, "config": str(config), "folder": folder}
     return {**given, **modules, **texts}
 
 

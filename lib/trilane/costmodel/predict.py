@@ -4,7 +4,7 @@ uncertainty; and the measured rows that it rests on.
 
 import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import field
 from pathlib import Path
 from typing import Any
@@ -37,7 +37,7 @@ from trilane.costmodel.shipped import calibration_for, constants_of, default
 from trilane.costmodel.support import Support, support
 from trilane.utils.frozen import frozen
 from trilane.utils.numbers import with_bounds
-from trilane.utils.tables import Json, Record, as_json
+from trilane.utils.tables import DataFrame, Json, Record, as_json
 from trilane.workspace.study import load_cluster
 
 # probability of running out of memory above which a plan is listed apart, and never recommended
@@ -99,6 +99,17 @@ class Prediction(Record):
         parts = vars(self.time).items()
         return numbers | {f"{part}_s": seconds for part, seconds in parts}
 
+    def to_frame(self) -> DataFrame:
+        """A row: `numbers`."""
+        import pandas as pd
+
+        return pd.DataFrame([self.numbers])
+
+    def plot(self) -> Any:
+        """Seconds by part, by pandas."""
+        parts = self.to_frame().filter(regex="_s$")
+        return parts.T.plot.barh(legend=False, xlabel="seconds an iteration")
+
     @property
     def is_risky(self) -> bool:
         """Whether it runs out of memory with a probability above SAFE."""
@@ -118,7 +129,7 @@ class Prediction(Record):
 
 
 def predict(
-    plan: Plan | Configuration | Path | str | DataFrame,
+    plan: Plan | Configuration | Path | str | DataFrame | Mapping[str, Any] | list[Plan],
     cluster: Cluster | str | Calibration | None = None,
     calibration: Calibration | str | None = None,
 ) -> Any:
@@ -135,7 +146,8 @@ def predict(
 
     Of each row of a DataFrame, in the columns of measured_rows.read_rows(): the frame with
     predicted_sec_per_it and its 90 % interval predicted_sec_lo and predicted_sec_hi,
-    predicted_memory_gib, oom_probability, and the `reason` why a row cannot run, "" where it can.
+    predicted_memory_gib, oom_probability, and the `reason` why a row cannot run, "" where it can. A
+    dictionary is such a row; of a list of plans a frame with a row of numbers for each.
     """
     machine = None
     if isinstance(cluster, Calibration):
@@ -154,6 +166,13 @@ def predict(
             dropout=plan.dropout,
         )
         return predict_case(case, known)
+    import pandas as pd
+
+    if isinstance(plan, list):
+        each = [{"label": p.label, **predict(p, cluster, calibration).numbers} for p in plan]
+        return pd.DataFrame(each)
+    if isinstance(plan, Mapping):
+        plan = pd.DataFrame([plan])
     for line in ignored_columns(plan):
         warnings.warn(f"predict: ignored {line}", stacklevel=2)
     rows = [_row_numbers(row, calibration) for row in each_row(plan, machine)]

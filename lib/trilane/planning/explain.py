@@ -22,6 +22,8 @@ def explain(plan: Plan | Path | str, calibration: Calibration | str | None = Non
 
         explain(search(shape, cluster, gpus=384, gbs=2048)[0].plan)
     """
+    rule = "predict([a, b]) compares them"
+    require(not isinstance(calibration, Plan), "explain", "two plans", rule)
     plan = read_plan(plan)
     p = predict(plan, calibration=calibration)
     parts = vars(p.time)

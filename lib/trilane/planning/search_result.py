@@ -16,6 +16,7 @@ from trilane.utils import tables
 from trilane.utils.frozen import frozen
 from trilane.utils.numbers import chance, with_bounds
 from trilane.utils.tables import DataFrame, Json, Record, Table, Text
+from trilane.utils.validation import require_known
 
 # Of 52 pairs of measured A100 rows of one table, model and batch whose left-out predictions differ
 # by less than 3 %, 14 are predicted in the wrong order (27 %); of 63 that differ by 3 to 10 % 5, of
@@ -114,6 +115,22 @@ class Candidates(Table):
     def __iter__(self) -> Iterator[Candidate]:
         return iter(self.rows)
 
+    def filter(self, query: str = "", **values: Any) -> "Candidates":
+        """The plans of which a query of the frame's columns holds, or that have these values.
+
+        found.filter("memory_gib < 40", tp=4)
+        """
+        frame = self.to_frame()
+        kept = frame.query(query) if query else frame
+        for name, value in values.items():
+            require_known("filter", name, [*frame])
+            kept = kept[kept[name] == value]
+        return Candidates(rows=tuple(self.rows[row] for row in kept.index))
+
+    def head(self, count: int = 5) -> "Candidates":
+        """The first plans."""
+        return Candidates(rows=self.rows[:count])
+
 
 def ranks(seconds: Sequence[float]) -> list[int]:
     """The ranks of plans, fastest first: equal for those that the first of them beats by less than
@@ -163,7 +180,7 @@ class SearchResult(Candidates):
             rule = next(iter(self.refused_by_rule), "no dp and microbatch divide the batch")
             gpus = ",".join(map(str, self.space.gpus))
             raise ValueError(f"gpus={gpus}: no topology can run; {rule}")
-        return self[:count] if count else self.rows[0]
+        return self.head(count) if count else self.rows[0]
 
     def refusals(self) -> tables.Columns:
         """How many topologies each rule refuses."""
