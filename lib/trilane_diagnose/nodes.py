@@ -143,7 +143,7 @@ def _note_broken(folder: Path, job: str, nodes: Iterable[str]) -> None:
 
 def _failed(folder: Path, job: str, reason: str) -> None:
     """Record that the attempt ended by a node failure, outside of the training."""
-    write_status(folder, attempt.status_of(Status.NODE_FAILURE, reason))
+    write_status(folder, RunStatus(status=Status.NODE_FAILURE, evidence=reason))
     ledger.note(folder, "ended", job, status=Status.NODE_FAILURE, evidence=reason)
 
 

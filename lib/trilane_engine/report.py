@@ -125,13 +125,15 @@ class TrainingLog:
         if self._timers:
             self._timers.skip()
         if self._writes:
-            values = {
-                "iteration": batch.number,
-                "consumed_samples": batch.end,
-                "lm_loss": loss,
-            }
+            values: Line = {"iteration": batch.number, "consumed_samples": batch.end}
+            values["lm_loss"] = loss
             self._evaluations.write(json.dumps(values).encode() + b"\n")
             print(validation_line(batch.number, loss), flush=True)
+
+    def close(self) -> None:
+        """Write what waits for free space on the disk."""
+        self._evaluations.write(b"")
+        self._steps.write(b"")
 
 
 def validation_line(iteration: int, loss: float) -> str:

@@ -104,9 +104,9 @@ def test_two_nodes_of_two_processes_train_to_the_end_with_the_code_that_was_subm
     request = replace(REQUEST, environment=sys.prefix)
     folder = run_folder(tmp_path, plan("two", tmp_path.parent / "data"), request)
     text = (folder / "job.sbatch").read_text()
-    export = f"#SBATCH --export=NONE\nexport PYTHONPATH={installed}\nset -"
+    export = f"#SBATCH --export=NONE\n#SBATCH --hold\nexport PYTHONPATH={installed}\nset -"
     (folder / "job.sbatch").write_text(text.replace("set -", export, 1))
-    job = jobs.submit(folder, SITE, REQUEST, ["--hold"])
+    job = jobs.submit(folder, SITE, REQUEST)
     (installed / "trilane/__init__.py").write_text(
         "raise ImportError('the installed code has changed')\n"
     )
@@ -282,7 +282,10 @@ def test_without_the_controller_nothing_is_shown_submitted_or_cancelled(
     waits, other = (
         run_folder(tmp_path, plan(name, tmp_path / "data")) for name in ("waits", "other")
     )
-    job = jobs.submit(waits, SITE, REQUEST, ["--begin=now+1hour"])
+    text = (waits / "job.sbatch").read_text()
+    later = text.replace("set -", "#SBATCH --begin=now+1hour\nset -", 1)
+    (waits / "job.sbatch").write_text(later)
+    job = jobs.submit(waits, SITE, REQUEST)
     new = ["slurm", "submit", str(other), "--site", site, "--account", "xyz@a100"]
     controller = cluster.controller()
     try:

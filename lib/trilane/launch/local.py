@@ -211,9 +211,7 @@ def forwarding_signals(child: Child) -> Iterator[None]:
 
 
 def _ended(status: Status, evidence: str, begin: float) -> RunStatus:
-    return RunStatus(
-        status=status, evidence=evidence, rank=None, exit_code=1, seconds=_since(begin)
-    )
+    return RunStatus(status=status, evidence=evidence, seconds=_since(begin))
 
 
 def _since(begin: float) -> float:

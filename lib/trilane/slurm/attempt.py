@@ -87,10 +87,11 @@ def end(folder: Path, code: int, env: Mapping[str, str] = os.environ) -> RunStat
         reason = f"exit code {code} after iteration {run.iteration}"
         said = SLURM_SAYS.findall(read_text(folder / "run.log", 1 << 16).rpartition("\nSTART ")[2])
         reason += f"; SLURM: {said[-1][:300]}" if said else "; the log gives no reason"
-        otherwise = status_of(Status.CRASHED, reason)
+        otherwise = RunStatus(status=Status.CRASHED, evidence=reason)
     else:
         status = Status.COMPLETED if finished(run) else Status.STOPPED
-        otherwise = status_of(status, f"iteration {run.iteration} of {run.plan.run.goal}")
+        evidence = f"iteration {run.iteration} of {run.plan.run.goal}"
+        otherwise = RunStatus(status=status, evidence=evidence)
     outcome = verdict(code=code, written=run.status, log=last_log(folder), otherwise=otherwise)
     seconds = 0.0
     for start in run.events("started"):
@@ -103,12 +104,6 @@ def end(folder: Path, code: int, env: Mapping[str, str] = os.environ) -> RunStat
     with contextlib.suppress(OSError):  # a full disk: the outcome is printed
         run.note("ended", job, **facts)
     return outcome
-
-
-def status_of(status: Status, evidence: str) -> RunStatus:
-    """An end that no rank reported."""
-    exit_code = int(status.has_failed)
-    return RunStatus(status=status, evidence=evidence, rank=None, exit_code=exit_code, seconds=0.0)
 
 
 def finished(run: Run) -> str:

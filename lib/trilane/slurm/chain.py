@@ -90,9 +90,9 @@ def links(plan: Plan, stages: Sequence[Stage], folder: Path) -> list[Plan]:
             if last == plan.run.train_iters:
                 last = 0
             run = replace(plan.run, load=load, start_iteration=first, exit_iteration=last)
-            topology = replace(plan.topology, dp=stage.replicas(plan), mbs=stage.mbs)
             label = f"{plan.label}-{len(plans) + 1}-n{stage.nodes}"
-            plans.append(replace(plan, label=label, topology=topology, run=run))
+            dp = stage.replicas(plan)
+            plans.append(plan.replace(label=label, run=run, dp=dp, mbs=stage.mbs))
     return plans
 
 
@@ -151,8 +151,7 @@ def costs(plans: Mapping[Path, Plan], request: JobRequest) -> list[dict[str, Any
     for folder, plan in plans.items():
         seconds = 0.0
         for phase in phases(plan):
-            topology = replace(plan.topology, gbs=phase.gbs)
-            constant = replace(plan, topology=topology, run=replace(plan.run, ramp=Ramp()))
+            constant = plan.replace(gbs=phase.gbs, run=replace(plan.run, ramp=Ramp()))
             seconds += phase.iterations * predict(constant).sec_per_it
         gpus = plan.topology.gpus
         row = {

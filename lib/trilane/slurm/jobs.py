@@ -13,7 +13,6 @@ from typing import Any
 
 from trilane.launch.outcome import last_log
 from trilane.slurm import attempt, client, copies
-from trilane.slurm.attempt import status_of
 from trilane.slurm.client import ELSEWHERE, FORGOTTEN, JobState
 from trilane.slurm.script import SCRIPT, render
 from trilane.slurm.sites import JobRequest, Site
@@ -42,9 +41,9 @@ class ActiveJob(ValueError):
         return str(self.args[0])
 
 
-def submit(folder: Path, site: Site, request: JobRequest, options: Sequence[str] = ()) -> str:
+def submit(folder: Path, site: Site, request: JobRequest) -> str:
     """Submit the run of a folder, as submit_all(); the job's id."""
-    return submit_all([Run(folder)], site, request, options=options)[0][1]
+    return submit_all([Run(folder)], site, request)[0][1]
 
 
 def submit_all(
@@ -54,7 +53,6 @@ def submit_all(
     *,
     times: int = 1,
     parallel: int = 0,
-    options: Sequence[str] = (),
 ) -> list[tuple[Run, str]]:
     """Submit the runs with their job.sbatch, written from the template where there is none; each
     with the ids of its jobs, `times` of them.
@@ -86,11 +84,11 @@ def submit_all(
                 after = ""
                 if 0 < parallel <= len(submitted):
                     after = f"afterany:{submitted[-parallel][1]}"
-                submitted.append((run, _submit_one(run, code, site.name, options, after)))
+                submitted.append((run, _submit_one(run, code, site.name, after)))
     return submitted
 
 
-def _submit_one(run: Run, code: str, site: str, options: Sequence[str], after: str) -> str:
+def _submit_one(run: Run, code: str, site: str, after: str) -> str:
     """Submit the script of a run that is locked; the id of its job, which waits for that `after`.
 
     A run's jobs begin one after another (singleton, by name). The folder of the frozen code is the
@@ -103,7 +101,6 @@ def _submit_one(run: Run, code: str, site: str, options: Sequence[str], after: s
         run.folder.resolve() / SCRIPT,
         f"--dependency={waits}",
         "--kill-on-invalid-dep=yes",
-        *options,
         name=client.job_name(run.folder),
         known=run.job_ids(),
         arguments=[code] if code else [],
@@ -320,17 +317,17 @@ def _verdict(run: Run, job: JobState) -> RunStatus:
     written = run.status
     if job.state in ("NOT SUBMITTED", ELSEWHERE):
         # of a copy, as far as the run had come
-        known = written or status_of(Status.NOT_SUBMITTED, "")
+        known = written or RunStatus(status=Status.NOT_SUBMITTED, evidence="")
         foreign = f"job {job.id} {job.reason}" if job.id else ""
         return replace(known, evidence="; ".join(filter(None, [foreign, known.evidence])))
     if job.state == "PENDING":
-        return status_of(Status.WAITING, job.reason)
+        return RunStatus(status=Status.WAITING, evidence=job.reason)
     if not job.has_ended:
         slow, nodes = pace.slowness(run.folder)
         alarms = [alarm(run.folder, NOT_FINITE), alarm(run.folder, NOT_SAVED), slow]
         alarms += [_full_disk(run), _response(run, job.id)]
         evidence = "; ".join(filter(None, alarms)) or "".join(_tail(run.folder, "run.log", 1))
-        return replace(status_of(Status.RUNNING, evidence), exclude=",".join(nodes))
+        return RunStatus(status=Status.RUNNING, evidence=evidence, exclude=",".join(nodes))
     # the files in the folder are of the last job that started, ended or was refused there
     events = run.events("started", "ended", "refused")
     is_last = bool(events) and events[-1]["id"] == job.id
@@ -338,7 +335,8 @@ def _verdict(run: Run, job: JobState) -> RunStatus:
         written = None
     scheduler = None
     if job.state in attempt.REASONS:
-        scheduler = status_of(attempt.REASONS[job.state], f"SLURM: {job.state}")
+        reason = attempt.REASONS[job.state]
+        scheduler = RunStatus(status=reason, evidence=f"SLURM: {job.state}")
     log = None
     if is_last and not written and not scheduler:
         log = last_log(run.folder)
@@ -375,16 +373,17 @@ def _unexplained(run: Run, job: JobState) -> RunStatus:
     # without a plan nobody knows
     with contextlib.suppress(ValueError):
         if (is_forgotten or job.state == "COMPLETED") and (done := attempt.finished(run)):
-            return status_of(Status.COMPLETED, done)
+            return RunStatus(status=Status.COMPLETED, evidence=done)
     for event in run.events("refused"):
         if event["id"] == job.id:
-            return status_of(Status.STOPPED, event["says"])
+            return RunStatus(status=Status.STOPPED, evidence=event["says"])
     evidence = f"SLURM: {job.state}; the log gives no reason"
     printed = f"slurm-{job.id}.out"
     lines = [line for line in _tail(run.folder, printed, 20) if line.strip()]
     if lines:
         evidence = f"{printed}: {lines[-1].strip()}"
-    return status_of(Status.UNFINISHED if is_forgotten else Status.CRASHED, evidence)
+    status = Status.UNFINISHED if is_forgotten else Status.CRASHED
+    return RunStatus(status=status, evidence=evidence)
 
 
 def _tail(folder: Path, name: str, lines: int) -> list[str]:

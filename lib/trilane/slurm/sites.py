@@ -121,7 +121,6 @@ class Site:
     sources: dict[str, str] = option(dict, "where each value comes from")
 
     def __post_init__(self) -> None:
-        require(bool(self.name), "site.name", repr(self.name), "must be a name")
         require_line("site.name", self.name)
         require_line("site.cluster", self.cluster)
         self._require_harmless()  # before a message quotes a secret

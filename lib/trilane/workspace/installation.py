@@ -44,12 +44,11 @@ def shipped(folder: str) -> Path:
         places = [root]
     else:
         places = [parent / "share/trilane" for parent in package().parents]
-    found = next((place / folder for place in places if (place / folder).is_dir()), None)
-    if found is None:
-        raise ValueError(
-            f"TRILANE_HOME={root or ''}: has no {folder}/; clone the repository and name its folder"
-        )
-    return found
+    for place in places:
+        if (place / folder).is_dir():
+            return place / folder
+    rule = f"has no {folder}/; clone the repository and name its folder"
+    raise ValueError(f"TRILANE_HOME={root or ''}: {rule}")
 
 
 def outputs_root() -> Path:

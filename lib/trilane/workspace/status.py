@@ -79,9 +79,9 @@ class RunStatus:
 
     status: Status
     evidence: str
-    rank: int | None
-    exit_code: int
-    seconds: float
+    rank: int | None = None
+    exit_code: int = 1
+    seconds: float = 0.0
     exclude: str = ""
 
     def __post_init__(self) -> None:

@@ -151,6 +151,8 @@ def tokenizer(name: str) -> Tokenizer:
     path = Path(name) / "tokenizer.json"
     rule = "no folder with a tokenizer.json (known name: bytes)"
     require(path.is_file(), TOKENIZER, name, rule)
+    size = path.stat().st_size
+    require(size <= 1 << 26, TOKENIZER, path, f"has {size} bytes; at most {1 << 26} are read")
     content = path.read_bytes()
     from tokenizers import Tokenizer as Coder
 
