@@ -186,6 +186,23 @@ def slow(trial: Trial) -> Outcome:
     return trial.outcome(lambda: bool(pace.slowness(trial.folder)[0]), node, begin)
 
 
+def bursts(trial: Trial) -> Outcome:
+    """Load of two seconds at all cores, every eight, for a minute: nothing follows."""
+    trial.begin()
+    begin = time.monotonic()
+    spin = "import time\nend = time.monotonic() + 2\nwhile time.monotonic() < end: pass"
+    said = ""
+    while time.monotonic() - begin < 60:
+        load = [subprocess.Popen([sys.executable, "-c", spin]) for _ in range(os.cpu_count() or 1)]
+        for process in load:
+            process.wait()
+        said = said or pace.slowness(trial.folder)[0]
+        time.sleep(6.0)
+    left = [node for event in ledger.events(trial.folder, "response") for node in event["nodes"]]
+    says = said or f"nothing, {iteration(trial.folder)} iterations"
+    return Outcome(verdict_s=0.0, again_s=0.0, left=",".join(left), wanted="", says=says)
+
+
 def unseen(trial: Trial) -> Outcome:
     """The node is left out before ranks start: the next iteration is the first."""
     node = "jz-a100-2"
@@ -246,6 +263,7 @@ WAYS = {
     "node dead": dead,
     "rank stopped": frozen,
     "rank 8 x slower": slow,
+    "bursts of load": bursts,
     "wrong results": wrong,
     "folder unseen": unseen,
     "disk full": full,
