@@ -8,6 +8,7 @@ import contextlib
 import json
 import math
 import tempfile
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,6 +24,8 @@ from trilane.workspace.checkpoints import FOLDER, name_of
 from trilane.workspace.run import write_text
 from trilane.workspace.status import Status
 from trilane_diagnose.restart import RestartComparison, compare_restart
+
+Start = Callable[[Path], str]  # trains the plan in a folder; "", or why it failed
 
 
 @frozen
@@ -130,17 +133,24 @@ def write(folder: Path, plan: Plan) -> tuple[Path, Path]:
     return first, second
 
 
-def rehearse(plan: Plan, folder: Path) -> Rehearsal:
+def rehearse(plan: Plan, folder: Path, start: Start) -> Rehearsal:
     """Train, save, load, resume; compare the checkpoint with the loaded state, and both runs' last
     checkpoints.
     """
     first, second = write(folder, plan)
     for place in (first, second):
-        ended = train_local(place, show_progress=False)
-        if ended.status is not Status.COMPLETED:
-            problem = f"{place.name} run: {ended.status}: {ended.evidence}"
-            return Rehearsal(plan=plan, problem=problem)
+        problem = start(place)
+        if problem:
+            return Rehearsal(plan=plan, problem=f"{place.name} run: {problem}")
     return Rehearsal(plan=plan, audit=compare_restart(first, second))
+
+
+def train_here(folder: Path) -> str:
+    """Train on this machine; "", or the other status and its evidence."""
+    outcome = train_local(folder, show_progress=False)
+    if outcome.status is Status.COMPLETED:
+        return ""
+    return f"{outcome.status}: {outcome.evidence}"
 
 
 def rehearse_here(plan: Plan) -> Rehearsal:
@@ -150,7 +160,7 @@ def rehearse_here(plan: Plan) -> Rehearsal:
     name = "this machine"
     here = replace(plan.cluster, name=name, gpu=gpu, gpus_per_node=cards or 8, max_nodes=1)
     with tempfile.TemporaryDirectory(prefix="trilane-rehearse-") as place:
-        return rehearse(shrink(plan, Path(place), here, here.max_gpus), Path(place))
+        return rehearse(shrink(plan, Path(place), here, here.max_gpus), Path(place), train_here)
 
 
 def prepare(plan: Plan, folder: Path) -> str:
