@@ -227,51 +227,6 @@ def test_only_the_engine_imports_torch_and_its_friends():
     }
 
 
-# documented; the attribute of our own Engine; names of PyTorch's operators
-KNOWN_PRIVATE = ("os._exit", "_replace", "engine._optimizer", "aten._")
-
-
-def test_only_patches_use_private_names_of_libraries():
-    """Or replace what is theirs; `cpu` has those into which 'cuda' is written."""
-    others = [
-        p for p in (LIB / "trilane_engine").rglob("*.py") if p.name not in ("patches.py", "cpu.py")
-    ]
-    uses = [(str(p.relative_to(LIB)), use) for p in others for use in private_uses(p)]
-    assert not [use for use in uses if not any(known in use[1] for known in KNOWN_PRIVATE)]
-
-
-def private_uses(path: Path) -> set[str]:
-    """Names with an underscore of objects not the file's own, and what it sets in a library."""
-    nodes = [*ast.walk(ast.parse(path.read_text()))]
-    owned = {"self", "cls", "super()"}
-    libraries = {"torch", "deepspeed"}
-    for node in nodes:
-        if isinstance(node, ast.ImportFrom) and not str(node.module).startswith("trilane"):
-            libraries |= {alias.asname or alias.name for alias in node.names}
-    uses = {name for name in imports(path) if re.search(r"(^|\.)_[a-zA-Z]", name)}
-    for node in nodes:
-        if isinstance(node, ast.Attribute):
-            owner, is_set = ast.unparse(node.value), isinstance(node.ctx, ast.Store)
-            is_private = re.match("_[a-zA-Z]", node.attr) and owner not in owned
-            if is_private or (is_set and owner.partition(".")[0].partition("(")[0] in libraries):
-                uses.add(f"{owner}.{node.attr}")
-    return uses
-
-
-def test_only_the_command_line_parses_arguments():
-    """The engine's own processes (`python -m trilane_engine...`) read sys.argv by hand."""
-    parsers = {"argparse", "click", "optparse", "getopt"}
-    others = [path for path in modules() if package(path) != "cli"]
-    others.remove(
-        LIB / "trilane_engine/checkpoint/torch_dist.py"
-    )  # Megatron-LM saves its arguments as an argparse.Namespace
-    assert not [
-        str(path.relative_to(LIB))
-        for path in others
-        if {n.split(".")[0] for n in imports(path)} & parsers
-    ]
-
-
 def test_every_process_is_started_by_one_module():
     """Whose environment() keeps what lies in the current folder from being run."""
     starters = r"^ *(import|from) (subprocess|multiprocessing|pty)\b|\bos\.(exec|spawn|posix_spawn|fork|system|popen)"

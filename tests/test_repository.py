@@ -157,18 +157,3 @@ def test_a_notebook_is_a_question_with_one_typed_and_commented_cell_of_parameter
             re.fullmatch(r"\w+: (str|int|float|bool) = .+  # .+", line)
             for line in tagged[0].splitlines()
         ), name
-
-
-def test_a_notebook_explains_and_the_library_computes():
-    """STYLE: at most 22 lines a cell but its parameters, no def, no %run; the notebook of one's own layer
-    defines it.
-    """
-    code = [
-        (n, "".join(c["source"]))
-        for n, cells in notebooks().items()
-        for c in cells
-        if c["cell_type"] == "code" and "parameters" not in c["metadata"].get("tags", ())
-    ]
-    assert not {name for name, source in code if len(source.splitlines()) > 22}
-    defining = [name for name, source in code if re.search(r"^\s*(def |%run)", source, re.M)]
-    assert defining == ["10_own_layer"]

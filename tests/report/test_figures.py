@@ -67,13 +67,6 @@ def test_filters_choose_among_all_that_can_run(found):
     assert options["only_tp"] == ["all", 1, 2, 4, 8] and options["only_zero"] == ["all", 0, 1]
 
 
-def test_each_part_of_an_iteration_and_of_memory_has_its_colour(found):
-    spec, p = drawn(found).spec, found.best().prediction
-    text = json.dumps(spec["concat"])
-    for part in [*vars(p.time), *vars(p.stages[0])]:
-        assert f'"{part.replace("_", " ")}"' in text
-
-
 @pytest.mark.parametrize("interleaving", [1, 3])
 def test_the_runs_of_a_schedule_are_all_its_passes_and_nothing_else(interleaving):
     sizes = {"gpus": 16, "gbs": 128, "pp": 8, "mbs": 1, "interleaving": interleaving}

@@ -173,11 +173,6 @@ def test_it_is_refused_with_rule_and_remedy(rule: str, folder):
     assert found.level == REFUSAL and message in found.message and len(found.remedy) > 5
 
 
-def test_a_rule_that_is_allowed_only_warns(folder):
-    found = findings(folder, plan(), V100, allow=["precision"])
-    assert levels(found, "precision") == [WARNING] and levels(found, "cluster") == [REFUSAL]
-
-
 def test_what_the_nodes_lack_is_refused(folder, monkeypatch):
     """An image, a folder that two nodes share, a tokenizer, space for three checkpoints."""
     image = replace(A100, container="pyxis", container_image="/images/torch.sqsh")

@@ -1,12 +1,12 @@
 """A transformer layer of one's own, as a plan holds it: a class, and the text of its file."""
 
-import hashlib
 import inspect
 import linecache
 import re
 from dataclasses import field
 from pathlib import Path
 
+from trilane.utils.files import hash_of
 from trilane.utils.frozen import frozen
 from trilane.utils.validation import read_text, require
 
@@ -32,7 +32,7 @@ class Layer:
 
     def __str__(self) -> str:
         """The name, and what tells two versions of the file apart."""
-        return f"{self.name} ({hashlib.sha256(self.source.encode()).hexdigest()[:8]})"
+        return f"{self.name} ({hash_of(self.source, 8)})"
 
 
 def read_layer(name: str, folder: Path) -> Layer:

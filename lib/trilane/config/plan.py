@@ -2,7 +2,6 @@
 input.
 """
 
-import hashlib
 import json
 import math
 from collections.abc import Iterator, Mapping
@@ -24,6 +23,7 @@ from trilane.config.model import ModelShape
 from trilane.config.options import Rules, changed, check, option
 from trilane.config.parallelism import HasTopology, Topology, invalid_reason
 from trilane.config.training import Data, Dropout, Optimizer, Run, inside
+from trilane.utils.files import hash_of
 from trilane.utils.frozen import frozen
 from trilane.utils.tables import DataFrame, Record
 from trilane.utils.validation import (
@@ -141,7 +141,7 @@ class Plan(Record, HasTopology):
         facts["topology"]["fp32_gradients"] = sums_in_fp32(self.engine, self.topology)
         if self.layer:
             facts["layer"] = vars(self.layer)
-        return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:10]
+        return hash_of(json.dumps(facts, sort_keys=True), 10)
 
     @property
     def samples(self) -> int:

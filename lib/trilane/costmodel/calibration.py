@@ -2,7 +2,6 @@
 predictions scatter.
 """
 
-import hashlib
 import json
 from dataclasses import field, replace
 from functools import cached_property
@@ -13,6 +12,7 @@ from trilane.config.model import ModelShape
 from trilane.config.parallelism import Topology
 from trilane.config.training import Dropout
 from trilane.costmodel.constants import BOUNDS, GIVEN, Bound, Constants
+from trilane.utils.files import hash_of
 from trilane.utils.frozen import frozen
 from trilane.utils.tables import Json, Record
 from trilane.utils.validation import (
@@ -137,8 +137,7 @@ class Calibration(Record, Constants):
     def hash(self) -> str:
         """Ten hexadecimal digits of the constants, whatever their name."""
         read_back = from_json(to_json(self))  # whole numbers become floats, as in a file
-        text = json.dumps(to_json(read_back), sort_keys=True)
-        return hashlib.sha256(text.encode()).hexdigest()[:10]
+        return hash_of(json.dumps(to_json(read_back), sort_keys=True), 10)
 
     def kept(self) -> Json:
         """The `calibration` beside a plan's prediction in a file: name, hash and the constants

@@ -3,7 +3,6 @@ plain form that every release prints.
 """
 
 import getpass
-import hashlib
 import os
 import re
 import shutil
@@ -12,6 +11,7 @@ import time
 from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 
+from trilane.utils.files import hash_of
 from trilane.utils.frozen import frozen
 from trilane.utils.process import run
 from trilane.utils.validation import require
@@ -147,9 +147,8 @@ def job_name(folder: Path) -> str:
     job_name(Path("runs/1b3")) is such as "1b3-5f0c9a31".
     """
     path = folder.resolve()
-    digits = hashlib.sha256(str(path).encode()).hexdigest()[:8]
     plain = re.sub(r"[^A-Za-z0-9_.-]", "_", path.name)[:40].lstrip("-")
-    return f"{plain}-{digits}"
+    return f"{plain}-{hash_of(str(path), 8)}"
 
 
 def sbatch(

@@ -11,7 +11,7 @@ import tempfile
 from pathlib import Path
 
 from trilane.config.plan import plan_from_json
-from trilane.utils.files import read_text, replace_text
+from trilane.utils.files import hash_of, read_text, replace_text
 from trilane.utils.validation import read_json, require
 from trilane.workspace.continuation import changes
 from trilane.workspace.installation import packages, revision, shipped
@@ -19,11 +19,6 @@ from trilane.workspace.run import Run
 
 # what a script that runs the frozen code mentions
 USED_BY = "TRILANE_CODE"
-
-
-def hash_of(text: str) -> str:
-    """The hash of a text by which a submission names it."""
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def keep_plan(run: Run) -> str:

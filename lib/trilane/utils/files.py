@@ -5,6 +5,7 @@ appended lines.
 import contextlib
 import errno
 import fcntl
+import hashlib
 import io
 import json
 import os
@@ -35,6 +36,11 @@ def read_text(path: Path, last: int = 0) -> str:
         return ""
     except OSError as error:
         raise ValueError(f"file={path}: cannot be read ({error.strerror})") from None
+
+
+def hash_of(text: str, digits: int = 16) -> str:
+    """The first hexadecimal digits of the SHA-256 of a text."""
+    return hashlib.sha256(text.encode()).hexdigest()[:digits]
 
 
 def is_inside(folder: Path, path: Path) -> bool:

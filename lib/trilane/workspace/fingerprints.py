@@ -47,8 +47,8 @@ def file_of(rank: int) -> str:
 
 def hashed(generators: Mapping[str, Any]) -> dict[str, str]:
     """Each random number generator's state as a hash; those of "tracked" by their own names."""
-    states = {name: state for name, state in generators.items() if name != "tracked"}
-    states.update(generators.get("tracked", {}))
+    states = dict(generators)
+    states |= states.pop("tracked", {})
     hashes = {}
     for name, state in states.items():
         hashes[name] = hashlib.blake2b(state.encode(), digest_size=8).hexdigest()
@@ -92,11 +92,6 @@ class Mark:
             sketch=tuple(a + b for a, b in zip(self.sketch, other.sketch, strict=True)),
         )
 
-    @property
-    def norm(self) -> float:
-        """The L2 norm."""
-        return self.squares**0.5
-
     def constant(self, value: float | None) -> bool:
         """Whether every element is `value`."""
         return self.low == self.high == value
@@ -109,7 +104,8 @@ class Mark:
             return 0.0
         # differences below 1e-6 are lost in the rounding of the sketches
         distance = np.mean(np.subtract(self.sketch, other.sketch) ** 2) ** 0.5
-        return float(distance / max(self.norm, other.norm, 1e-38))
+        norm = max(self.squares, other.squares) ** 0.5
+        return float(distance / max(norm, 1e-38))
 
     def to_json(self) -> list[Any]:
         return [f"{self.hash:016x}", self.squares, self.low, self.high, *self.sketch]
@@ -186,14 +182,6 @@ class Part:
         inside = [0 <= a <= b <= n for (a, b), n in zip(self.box, self.shape, strict=True)]
         require(all(inside) and 0 < len(inside) < 4, "part", self.name, "is damaged")
 
-    @property
-    def shard_size(self) -> int:
-        """The number of values in its shard."""
-        if self.shard is None:
-            return 0
-        first, end = self.shard
-        return end - first
-
     def to_json(self) -> dict[str, Any]:
         marks = {kind: mark.to_json() for kind, mark in self.marks.items()}
         return {**vars(self), "marks": marks}
@@ -204,7 +192,8 @@ def whole_parts(replicas: Sequence[Part]) -> list[Part]:
     one is missing.
     """
     size = math.prod(end - first for first, end in replicas[0].box)
-    shards = [part for part in replicas if part.shard_size]  # a replica may hold nothing of it
+    # a replica may hold nothing of it
+    shards = [part for part in replicas if part.shard and part.shard[0] < part.shard[1]]
     shards.sort(key=lambda part: part.shard or (0, 0))
     begins = [part.shard[0] for part in shards if part.shard]
     ends = [part.shard[1] for part in shards if part.shard]

@@ -11,7 +11,6 @@ import contextlib
 import errno
 import fcntl
 import functools
-import hashlib
 import json
 import mmap
 import os
@@ -23,7 +22,7 @@ from dataclasses import asdict, field
 from pathlib import Path
 from typing import Any
 
-from trilane.utils.files import json_object, read_text, replace_text
+from trilane.utils.files import hash_of, json_object, read_text, replace_text
 from trilane.utils.frozen import frozen
 from trilane.utils.validation import HostError, from_mapping, require
 from trilane.workspace.pace import Pace
@@ -166,23 +165,23 @@ def _is_held(path: Path) -> bool:
 
 def start_id(env: Mapping[str, str]) -> str:
     """What names this start of a run: the same on all its nodes, and of no other start."""
-    return env.get("TRILANE_START") or _hash(*(env.get(name, "") for name in START))
+    return env.get("TRILANE_START") or _hash_of(env, START)
 
 
 @functools.cache  # to resolve the path asks the shared file system each time
 def _prefix(folder: Path) -> str:
-    return f"trilane-{os.geteuid()}-{_hash(str(folder.resolve()))}-"
+    return f"trilane-{os.geteuid()}-{hash_of(str(folder.resolve()))}-"
 
 
 def _start_on_node(env: Mapping[str, str]) -> str:
     # a launcher that names the start has one node, and does not know what torchrun calls it
     if "TRILANE_START" in env:
-        return _hash(start_id(env))
-    return _hash(start_id(env), env.get("SLURM_NODEID", ""), env.get("GROUP_RANK", ""))
+        return hash_of(start_id(env))
+    return _hash_of(env, (*START, "SLURM_NODEID", "GROUP_RANK"))
 
 
-def _hash(*parts: str) -> str:
-    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
+def _hash_of(env: Mapping[str, str], names: Iterable[str]) -> str:
+    return hash_of("\0".join(env.get(name, "") for name in names))
 
 
 def process_state(pid: int) -> str:

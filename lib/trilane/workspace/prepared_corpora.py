@@ -2,13 +2,13 @@
 of its files.
 """
 
-import hashlib
 import json
 import sys
 from collections.abc import Iterable
 from pathlib import Path
 
 from trilane.config.training import Data
+from trilane.utils.files import hash_of
 
 # Sources that need no files, and their bytes: of the standard library enough for 50 iterations to
 # see new text each.
@@ -46,8 +46,8 @@ def pair_of(data: Data, base: Path = Path()) -> str:
         path = Path(base, place).resolve()
         stats = [(str(file), file.stat()) for file in files(path)]
         facts += [str(path), [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats]]
-    digest = hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
-    return str(Path(data.folder, f"{Path(data.source).stem[:40]}-{digest}"))
+    name = f"{Path(data.source).stem[:40]}-{hash_of(json.dumps(facts))}"
+    return str(Path(data.folder, name))
 
 
 def existing_pair(source: str) -> str | None:

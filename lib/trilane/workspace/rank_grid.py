@@ -1,13 +1,12 @@
 """Grid: the coordinates (tp, pp, dp), node and process groups of each rank."""
 
 import functools
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
-from trilane.utils.files import read_text
+from trilane.utils.files import json_object, read_text
 from trilane.utils.frozen import frozen
 from trilane.utils.tables import grouped
 from trilane.utils.validation import from_mapping, require, require_integer
@@ -218,8 +217,8 @@ def read(path: Path) -> Grid | None:
     none.
     """
     try:
-        return from_json(json.loads(read_text(path) or "{}"))
-    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
+        return from_json(json_object(read_text(path)) or {})
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError):
         return None
 
 

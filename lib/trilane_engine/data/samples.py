@@ -4,7 +4,6 @@ replica's share.
 
 import contextlib
 import copy
-import hashlib
 import json
 import math
 import shutil
@@ -22,6 +21,7 @@ from torch.utils.data import ConcatDataset
 
 from trilane.config.batch_rampup import Batch
 from trilane.config.plan import Plan
+from trilane.utils.files import hash_of
 from trilane.utils.validation import require
 from trilane_engine.backends.base import Microbatch
 from trilane_engine.data.corpus import locked, prepare_all, tokenizer
@@ -193,4 +193,4 @@ def index_folder(plan: Plan, prefixes: Sequence[str], part: Split, needed: int) 
     facts += [plan.data.split, part.name]
     folder = Path(plan.data.folder)
     folder.mkdir(parents=True, exist_ok=True)
-    return folder / f"samples-{hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]}"
+    return folder / f"samples-{hash_of(json.dumps(facts))}"
