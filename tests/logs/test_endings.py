@@ -172,7 +172,7 @@ TORCHRUN = ELASTIC.replace("rank      : 9 (local", "rank      : 17 (local")
         (PEERS + XID, ("GPU error", ("gpu03",), "gpu03", None)),
         (WORLD + PEERS + ECC + SRUN.replace("task 6", "task 17"), ("GPU error", ("r1n1",), "r1n1", 17)),
         # the first process of mpirun on a node may have started other ranks
-        (PEERS + ECC + "process rank 17 with PID 0 on node r1n1 exited on signal 9\n", ("GPU error", (), "", 17)),
+        (PEERS + ECC + "noticed that process rank 17 with PID 0 on node r1n1 exited on signal 9\n", ("GPU error", (), "", 17)),
         (PEERS + ECC + SRUN.replace("task 6", "task 17"), ("GPU error", (), "", 17)),
         ("4: " + ECC[10:] + SRUN.replace("task 6", "task 4"), ("GPU error", ("r1n1",), "r1n1", None)),
         (WORLD + SMALLER + OF_RANK + SMALLER + PEERS + ECC, ("GPU error", ("gpu05",), "gpu05", 17)),
