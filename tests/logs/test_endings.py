@@ -76,6 +76,9 @@ ENDINGS = [
     ("GPU error", FIVE + DONE + KERNEL + SRUN, "Xid", None),
     ("unfinished", FIVE + OOM + m2021(6) + m2021(7), "iteration        7/", None),
     ("OOM", FIVE[:-1] + OOM, "[rank3]: torch.OutOfMemoryError", 3),  # behind an iteration
+    ("OOM", "[batch=1/20]:\n\t Train loss/train/total: 9.5" + OOM, "[rank3]: torch.Out", 3),
+    ("crashed", FIVE[:-1] + TRACE.replace("AssertionError", "[rank3]: Halt"), "[rank3]: Halt:", 3),
+    ("crashed", FIVE + SRUN[:-1] + "43\n" + SRUN.replace("6", "7"), "task 7", None),
     (
         "hang",
         "Epoch 0:  1%|#| 1/9 [00:01<01:40, reduced_train_loss=2.5]" + BLOCKED,
@@ -168,6 +171,8 @@ TORCHRUN = ELASTIC.replace("rank      : 9 (local", "rank      : 17 (local")
     [
         (PEERS + XID, ("GPU error", ("gpu03",), "gpu03", None)),
         (WORLD + PEERS + ECC + SRUN.replace("task 6", "task 17"), ("GPU error", ("r1n1",), "r1n1", 17)),
+        # the first process of mpirun on a node may have started other ranks
+        (PEERS + ECC + "noticed that process rank 17 with PID 0 on node r1n1 exited on signal 9\n", ("GPU error", (), "", 17)),
         (PEERS + ECC + SRUN.replace("task 6", "task 17"), ("GPU error", (), "", 17)),
         ("4: " + ECC[10:] + SRUN.replace("task 6", "task 4"), ("GPU error", ("r1n1",), "r1n1", None)),
         (WORLD + SMALLER + OF_RANK + SMALLER + PEERS + ECC, ("GPU error", ("gpu05",), "gpu05", 17)),

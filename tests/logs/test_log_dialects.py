@@ -82,6 +82,11 @@ def test_a_run_that_reached_its_last_iteration_is_completed(tmp_path, name):
     assert (log.dialect, log.status) == (name, "completed")
 
 
+def test_a_number_that_no_column_has_is_named_once(tmp_path):
+    log = read(tmp_path, LAST["litgpt"].replace("8 step", "64 step"))
+    assert log.notes == ("not read: iter time",)
+
+
 def test_memory_timers_and_arguments_are_read(tmp_path):
     text = (
         "+ srun bash -c 'python pretrain_gpt.py --num-layers 40 --lr 1e-4 --fp16 --wandb-api-key abc --data-path \"a b\"'\n"

@@ -16,7 +16,7 @@ from trilane.workspace.status import Status
 # what launchers put before a message, one after the other: numbers, and pdsh the node
 NUMBERS = (
     rb"(?:(?:\[\w{1,40} ?\d{0,9}\]:|\d{1,9}: |\[\d{1,9},\d{1,9}\]<std\w{3}>:"
-    rb"|[a-z][\w.-]{0,60}\d[\w.-]*: )\s?){0,3}"
+    rb"|[a-z][\w.-]{0,60}\d[\w.-]*: )\s?+){0,3}"
 )
 # and what stands before it still: the bars of an exception group, the module of the exception
 LEAD = rb"^\s*" + NUMBERS + rb"\s*(?:\|\s*)?(?:\w++\.)*+"

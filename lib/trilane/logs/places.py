@@ -35,12 +35,14 @@ PRINTED = re.compile(
 RANK = re.compile(
     rb"\[rank(\d{1,7})\]"
     rb"|\[(?:PG[ \w]{0,99}\(default_pg\)|PG 0|PG ID 0 PG GUID 0) Rank (\d{1,7})\]"
-    rb"|(?:^|: |process )[Rr]ank (\d{1,7})(?:: | with PID )"
+    rb"|(?:^|: )[Rr]ank (\d{1,7}): "
+    rb"|process rank (\d{1,7}) with PID "
 )
 TASK = re.compile(
     rb"^\s*(\d{1,6}): "  # srun --label
     rb"|\[\d{1,6},(\d{1,7})\]<std\w{3}>"  # mpirun --tag-output
     rb"|\bsrun: error: [^\s:]{1,300}: tasks? ([\d,-]{1,400}): "
+    rb"|process rank (\d{1,7}) with PID "  # mpirun, whose process may start the ranks of a node
 )
 NCCL = re.compile(
     rb"([A-Za-z0-9][\w.-]{0,98}):\d+:\d+ \[\d+\] NCCL INFO .{0,200}"
@@ -117,8 +119,8 @@ class Places:
         if not place.node or "[" in place.node:
             return
         # the node that ran what the line numbers
-        is_own = b"process rank" in line or not NAMED.search(line[:MAX_LINE])
-        if is_own or b"srun: error: " in line:
+        is_own = not NAMED.search(line[:MAX_LINE])
+        if is_own or b"srun: error: " in line or b"process rank" in line:
             for task in place.tasks:
                 _add(self.tasks, task, place.node)
         if rank is not None and is_own:

@@ -1,6 +1,7 @@
 """RunLog: the content of one training run's log, or of a run folder, and how the run ended."""
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping
 from dataclasses import field, replace
 from pathlib import Path
 
@@ -19,12 +20,13 @@ from trilane.logs.reading.trainer_dicts import number_iterations
 from trilane.logs.table import NumericTable
 from trilane.utils.frozen import frozen
 from trilane.utils.tables import DataFrame, Table, show
-from trilane.utils.validation import shown
+from trilane.utils.validation import shipped_json, shown
 from trilane.workspace.status import Status, known_status
 
 INTEGERS = ["iteration", "train_iters", "consumed_samples", "consumed_tokens"]
 INTEGERS += ["global_batch_size", "skipped", "nan"]
 UNREAD = "holds no iteration line (docs/guides/my-logs.md has how to read another trainer's)"
+LABELS = shipped_json("log_words")["labels"]  # columns, and how names of their numbers look
 SHOWN = 10  # iterations that a notebook shows of a log
 
 
@@ -45,7 +47,8 @@ class RunLog(Table):
     endings      all lines about an end, in their order
     collectives  by the ranks' NCCL watchdogs: the ranks of each process group that timed out, and
                  what each reports
-    notes        what a run of trilane prints of itself: SLOW, NOT FINITE, CHECKPOINT NOT SAVED
+    notes        what a run of trilane prints of itself: SLOW, NOT FINITE, CHECKPOINT NOT SAVED; and
+                 a memory, rate or time of the last iteration's line that no column has
     problems     numbers that cannot be right, or that nothing shows to be right
     resumes      of a run folder: for each time that the run was resumed the first iteration after
                  it, and the rows that it trained again, as they were before
@@ -163,9 +166,18 @@ def _finish(run: PartialRun, path: Path) -> RunLog:
         exclude=excluded(hosts) if end.blames_node else "",
         endings=tuple(run.endings),
         collectives=tuple(run.watchdogs.lines(run.places.world)) if end.status.has_failed else (),
-        notes=tuple(dict.fromkeys(run.own)),
+        notes=tuple(dict.fromkeys([*run.own, *_unread(run.last_line, {*iterations, *run.memory})])),
         problems=tuple(checks.problems(iterations)),
     )
+
+
+def _unread(line: bytes, columns: set[str]) -> Iterator[str]:
+    """Names in the line of a memory, a rate or a time where none of its columns was read."""
+    for of_kind, pattern in LABELS:
+        if columns.isdisjoint(of_kind):
+            label = re.search(pattern.encode(), line)
+            if label:
+                yield f"not read: {endings.text(label[0])}"
 
 
 def _learn_places(run: PartialRun) -> None:

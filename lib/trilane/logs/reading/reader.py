@@ -107,8 +107,9 @@ class Reader:
         is_bar = b"it/s" in line or b"s/it" in line
         if is_dict:
             self._dicts.read(line)
-        elif is_bar and (bar := trainer_dicts.bar(line)):
-            self._dicts.bar = bar
+        elif is_bar:
+            self._dicts.see(line)
+            line = trainer_dicts.UP_TO_BAR.sub(b"", line)
         is_launch = bool(LAUNCH.search(line))
         if is_launch:
             self._runs.launch()
@@ -148,13 +149,18 @@ class Reader:
             self._open = dialect, row, line
         if dialect.lines != "block" or not is_whole:
             self._end()
-        behind = line[max(span.stop for span in spans) :].lstrip(b" |],")
-        is_glued = is_whole and endings.any_word().search(behind)
-        if is_glued:  # what another rank printed meanwhile
-            self._facts.end(behind, self._runs.run)
+        is_glued = is_whole and self._glued(spans, line)
         if is_glued or not dialect.is_blind:
             return None
         return Form(dialect, spans, self._runs.printed(dialect, spans, line))
+
+    def _glued(self, spans: Sequence[Span], line: bytes) -> bool:
+        """Read what another rank printed behind the numbers; whether it may be an ending."""
+        behind = line[max(span.stop for span in spans) :].lstrip(b" |],")
+        is_end = b"Traceback" in behind or bool(endings.any_word().search(behind))
+        if is_end:
+            self._facts.end(behind, self._runs.run)
+        return is_end
 
     def _around(self, line: bytes, dialect: Dialect) -> list[list[Span]] | None:
         """Read a line of that dialect that is no iteration: its reports of memory; None for a line
@@ -182,6 +188,7 @@ class Reader:
             return False
         if spans := dialect.rest(line, row):
             row |= row_of(spans, line)
+            self._glued(spans, line)
             return True
         if line.strip() and not line[:1].isspace():
             self._end()

@@ -22,7 +22,9 @@ SHORT_S = 20.0  # which stamps of whole seconds give to 5 %, and their median to
 MEMORY = ("allocated", "max_allocated", "reserved", "max_reserved")
 # columns that are more than a number of the table
 READ_AT_ONCE = {*MEMORY, "iterations_per_second", "time_s"}
-STEPS = "deepspeed"  # whose own steps count where no other dialect reports any
+STEPS = "deepspeed"
+BARS = "progress bar"
+WEAK = (BARS, STEPS)  # which count where nothing later in this list, nor another dialect, does
 LAUNCHED = (*ENDS, Level.LAUNCHER)
 MAX_TEXTS = 100  # iterations that are kept as text
 
@@ -152,7 +154,7 @@ class PartialRun:
         self._timed = (self.iteration, NAN)
 
     def forget(self) -> None:
-        """Forget DeepSpeed's own steps, as another dialect reports the iterations."""
+        """Forget iterations of WEAK, as another dialect reports them."""
         self.iterations = NumericTable()
         self.dialects.clear()
         self.printed.clear()
@@ -284,14 +286,15 @@ class Runs:
         run, another rank's copy, or the first of another run.
         """
         run = self.run
-        if dialect == STEPS and not row["iteration"]:
+        if dialect in WEAK and not row["iteration"]:
             return  # nothing is trained yet
         counted = {name for name, rows in run.dialects.items() if rows}
-        if dialect == STEPS and counted - {STEPS}:
+        before = max(map(_strength, counted), default=_strength(dialect))
+        if _strength(dialect) < before:
             if "skipped_total" in row and "skipped" not in run.iterations.columns:
                 run.iterations.change_last({"skipped_total": row["skipped_total"]})
             return
-        if dialect != STEPS and counted == {STEPS}:
+        if _strength(dialect) > before:
             run.forget()
             counted = set()
         self._before = None
@@ -327,3 +330,7 @@ class Runs:
         """Whether the row has the number of the last iteration, and no later epoch."""
         is_later = row.get("epoch", NAN) > self.run.iterations.last("epoch")
         return self.run.iteration == row["iteration"] and not is_later
+
+
+def _strength(dialect: str) -> int:
+    return WEAK.index(dialect) if dialect in WEAK else len(WEAK)

@@ -7,7 +7,7 @@ import math
 import re
 
 from trilane.logs.prefixes import NAN
-from trilane.logs.reading.runs import PartialRun, Runs
+from trilane.logs.reading.runs import BARS, PartialRun, Runs
 from trilane.logs.table import NumericTable, Row
 
 DICT = re.compile(rb"\{('[^{}]*)\}")
@@ -24,6 +24,9 @@ OTHER_BAR = re.compile(
     rb"(?i)\b(?:eval|val|valid|test|predict|generat|load|map|filter|tokeniz|download|fetch|sav)"
     rb"[\w ]{0,40}:\s{0,9}\d{1,3}%\|"
 )
+# a bar of iterations by its name: "Epoch:" alone counts epochs
+OF_ITERATIONS = re.compile(rb"(?:Epoch \d[\d/]*|Training|Iteration|Steps): {1,4}\d{1,3}%\|")
+UP_TO_BAR = re.compile(rb"^.*?\d/\d{1,15} \[\d[^\]]{0,400}\]")
 
 
 def bar(line: bytes) -> Row:
@@ -76,11 +79,23 @@ class TrainerDicts:
                 run.summary = run.summary or row
                 run.last_line = line
                 continue
+            if run.dialects[BARS]:
+                run.forget()
             if "iteration" not in row and self._is_next(run.iterations):
                 row |= self.bar
             elapsed_s = row.pop("elapsed", NAN)
             if not _is_copy(row, run.iterations):
                 self._runs.step({"iteration": NAN, **row}, "hf-trainer", elapsed_s, line)
+
+    def see(self, line: bytes) -> None:
+        """Read the bar of a line of its own, whose iterations count where nothing else has any."""
+        row = bar(line)
+        if not row:
+            return
+        self.bar = row
+        if OF_ITERATIONS.search(line):
+            counts = {"iteration": row["iteration"], "train_iters": row["train_iters"]}
+            self._runs.step(counts, BARS, row["elapsed"], line)
 
     def _is_next(self, before: NumericTable) -> bool:
         """Whether the bar is of the training, and later than the last dict."""
