@@ -1,15 +1,19 @@
 """DeepSpeed's JSON has the settings of the plan, and what differs in a user's JSON is named."""
 
+import json
+
 import pytest
+from deepspeed.runtime.config import DeepSpeedConfig
 from recorded import compare
 
+from trilane.cli.app import main
 from trilane.config.cluster import cluster
 from trilane.config.model import ModelShape
 from trilane.config.parallelism import Topology
-from trilane.config.plan import Plan
+from trilane.config.plan import Plan, read_plan
 from trilane.costmodel.columns import columns_of
 from trilane.costmodel.memory import memory_per_stage
-from trilane.interop.deepspeed_config import deepspeed_config
+from trilane.interop.deepspeed_config import deepspeed_config, read_deepspeed
 
 SMALL = ModelShape(
     num_layers=4, hidden_size=128, num_attention_heads=4, seq_length=128, vocab_size=384
@@ -86,3 +90,25 @@ def test_the_planner_counts_the_buckets_that_the_engine_asks_for(zero, buckets):
         for t in (made.topology, Topology())
     ]
     assert held[0] - held[1] == 3 * 2 * asked
+
+
+@pytest.mark.parametrize("changes", CHANGES[:9], ids=str)
+def test_the_json_of_a_plan_is_read_as_it(tmp_path, capsys, changes):
+    wanted = plan(**changes)
+    file = wanted.save(tmp_path / "plan.json")
+    written = tmp_path / "ds.json"
+    written.write_text(json.dumps(deepspeed_config(wanted, compiler=True)))
+    options = f"--shape {file} --cluster jz-a100-80g --gpus 2 --attention fused"
+    assert main(f"convert deepspeed --read {written} {options}".split()) == 0
+    written.write_text(capsys.readouterr().out)
+    assert read_plan(written).id == wanted.id
+
+
+@pytest.mark.parametrize("name", ["train_batch_size", "train_micro_batch_size_per_gpu"])
+def test_what_is_missing_is_as_in_deepspeed(tmp_path, name):
+    file = tmp_path / "ds.json"
+    file.write_text(json.dumps({name: 8}))
+    chosen, optimizer, _ = read_deepspeed(file, 1, {})
+    theirs = DeepSpeedConfig({name: 8})
+    assert (chosen["gbs"], chosen["mbs"]) == (theirs.train_batch_size, 8)
+    assert optimizer.clip_grad == theirs.gradient_clipping

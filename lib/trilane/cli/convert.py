@@ -72,8 +72,8 @@ def megatron(
 
     What the plan cannot hold goes to stderr.
     """
-    rule = "give a plan, or --read, or --stubs"
-    require([plan, read, stubs].count(None) == 2, "plan", plan or "missing", rule)
+    is_one = [plan, read, stubs].count(None) == 2
+    require(is_one, "plan", plan or "missing", "give a plan, or --read, or --stubs")
     if stubs:
         write_stubs(stubs)
         run = f"PATH={shlex.quote(str(stubs.absolute()))}:$PATH bash SCRIPT"
@@ -81,7 +81,7 @@ def megatron(
     if plan:
         given = read_plan(plan)
         arguments = megatron_args(given, prepare_data(plan) if prepare else ())
-        if given.topology.tp > 1 or given.topology.cp > 1:
+        if given.topology.tp * given.topology.cp > 1:
             # its validate_args() of core 0.16.1 to 0.19.2, before Blackwell
             note(["it needs export CUDA_DEVICE_MAX_CONNECTIONS=1"])
         return Answer({"arguments": arguments}, megatron_text(arguments))

@@ -16,8 +16,6 @@ from trilane.utils.validation import (
 )
 
 NEVER = 10**9  # steps: the engine reports itself
-BUCKET = "zero_optimization.reduce_bucket_size"
-OVERLAP = "zero_optimization.overlap_comm"
 BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 # of the devices of optimizer and parameters
 OFFLOADS = {"none none": "none", "cpu none": "optimizer", "cpu cpu": "full"}
@@ -124,19 +122,19 @@ def read_deepspeed(
             notes.append(f"{name}=auto: {value} by the Trainer's defaults; 0 or None is computed")
         given[name] = value
     if "gradient_clipping" not in named:
-        notes.append("gradient_clipping=missing: DeepSpeed clips at 1.0, before 0.19.3 it did not")
-    lists = {
+        # since its pull request 8068
+        notes.append("gradient_clipping=missing: DeepSpeed 0.19.8 clips at 1.0, older ones do not")
+    for title, names in {
         "ignored or refused by DeepSpeed": values.keys() - keys["known"],
-        "not read": named.keys() - keys["defaults"] - {OVERLAP},
-    }
-    for title, names in lists.items():
+        "not read": named.keys() - keys["defaults"] - {"zero_optimization.overlap_comm"},
+    }.items():
         if names:
             notes.append(f"{title}: {', '.join(sorted(names))}")
     ranks = choices.get("tp", 1) * choices.get("pp", 1)
-    is_whole = gpus > 0 and gpus % ranks == 0
-    require(is_whole, "gpus", gpus, f"must be a multiple of tp x pp = {ranks}")
-    optimizer = Optimizer(clip_grad=given["gradient_clipping"])
-    return {**_choices(given, gpus // ranks), **choices}, optimizer, notes
+    rule = f"must be a multiple of tp x pp = {ranks}"
+    require(gpus > 0 and gpus % ranks == 0, "gpus", gpus, rule)
+    chosen = _choices(given, gpus // ranks) | choices
+    return chosen, Optimizer(clip_grad=given["gradient_clipping"]), notes
 
 
 def _flat(values: dict[str, Any], strict: dict[str, Any], section: str = "") -> dict[str, Any]:
@@ -176,7 +174,11 @@ def _choices(given: dict[str, Any], dp: int) -> dict[str, Any]:
         "offload": OFFLOADS[offload],
         "precision": "-".join(enabled) or "fp32",
         "fp32_gradients": given["data_types.grad_accum_dtype"] == "fp32",
-        "buckets": "library" if given[BUCKET] == 500_000_000 else "layer",
+        "buckets": "library"
+        if given["zero_optimization.reduce_bucket_size"] == 500_000_000
+        else "layer",
         # None: the engine's default says whether its optimizer can
-        "overlap_grad_reduce": None if given.get(OVERLAP, stage == 3) else False,
+        "overlap_grad_reduce": None
+        if given.get("zero_optimization.overlap_comm", stage == 3)
+        else False,
     }
