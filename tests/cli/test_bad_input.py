@@ -57,6 +57,7 @@ BAD = [
     ("plan show old.json", f"calibration=mine: {OTHER}"),
     ("train folder", "plan=folder/plan.json: no such file"),
     ("convert deepspeed plan.json", "engine=megatron: takes no DeepSpeed JSON"),
+    ("convert deepspeed --read plan.json --gpus 3 --tp 2", "gpus=3: must be a multiple of tp x pp"),
     ("convert megatron", "plan=missing: give a plan, or --read, or --stubs"),
     ("convert megatron --read job.txt", "cluster=missing: --read needs the cluster"),
     ("convert megatron --stubs damaged", "stubs=damaged: has files; name a new"),

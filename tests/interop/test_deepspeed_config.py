@@ -1,15 +1,19 @@
 """DeepSpeed's JSON has the settings of the plan, and what differs in a user's JSON is named."""
 
+import json
+
 import pytest
+from deepspeed.runtime.config import DeepSpeedConfig
 from recorded import compare
 
+from trilane.cli.app import main
 from trilane.config.cluster import cluster
 from trilane.config.model import ModelShape
 from trilane.config.parallelism import Topology
-from trilane.config.plan import Plan
+from trilane.config.plan import Plan, read_plan
 from trilane.costmodel.columns import columns_of
 from trilane.costmodel.memory import memory_per_stage
-from trilane.interop.deepspeed_config import deepspeed_config
+from trilane.interop.deepspeed_config import _flat, deepspeed_config, read_deepspeed
 
 SMALL = ModelShape(
     num_layers=4, hidden_size=128, num_attention_heads=4, seq_length=128, vocab_size=384
@@ -24,15 +28,6 @@ def plan(engine="deepspeed-zero", **topology):
     return Plan(
         label="x", shape=SMALL, cluster=cluster("jz-a100-80g"), topology=spread, engine=engine
     )
-
-
-def flat(values, prefix=""):
-    pairs = {}
-    for name, value in values.items():
-        pairs |= (
-            flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + name: value}
-        )
-    return pairs
 
 
 BF16 = {"precision": "bf16"}
@@ -57,7 +52,8 @@ def test_the_json_has_the_settings_of_the_plan():
     0.9 h^2, 10 h.
     """
     found = {
-        str(changes): flat(deepspeed_config(plan(**changes), compiler=True)) for changes in CHANGES
+        str(changes): _flat(deepspeed_config(plan(**changes), compiler=True), {})
+        for changes in CHANGES
     }
     assert found["{'zero': 3}"]["zero_optimization.reduce_bucket_size"] == 128 * 128
     compare("deepspeed", found)
@@ -86,3 +82,24 @@ def test_the_planner_counts_the_buckets_that_the_engine_asks_for(zero, buckets):
         for t in (made.topology, Topology())
     ]
     assert held[0] - held[1] == 3 * 2 * asked
+
+
+@pytest.mark.parametrize("changes", CHANGES[:9], ids=str)
+def test_the_json_of_a_plan_is_read_as_it(tmp_path, capsys, changes):
+    wanted = plan(**changes)
+    file = wanted.save(tmp_path / "plan.json")
+    written = tmp_path / "ds.json"
+    written.write_text(json.dumps(deepspeed_config(wanted, compiler=True)))
+    options = f"--shape {file} --cluster jz-a100-80g --gpus 2 --attention fused"
+    assert main(f"convert deepspeed --read {written} {options}".split()) == 0
+    written.write_text(capsys.readouterr().out)
+    assert read_plan(written).id == wanted.id
+
+
+def test_what_is_missing_is_as_in_deepspeed(tmp_path):
+    file = tmp_path / "ds.json"
+    file.write_text('{"train_batch_size": 8}')
+    chosen, optimizer, _ = read_deepspeed(file, 1, {})
+    theirs = DeepSpeedConfig(str(file))
+    assert chosen["mbs"] == theirs.train_micro_batch_size_per_gpu
+    assert optimizer.clip_grad == theirs.gradient_clipping

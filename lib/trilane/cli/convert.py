@@ -7,9 +7,11 @@ import shlex
 from pathlib import Path
 
 from trilane.cli.app import GROUPS, Answer, Group, command, note
+from trilane.cli.plan import Choices, plan_of
 from trilane.config.options import option
 from trilane.config.plan import read_plan
-from trilane.interop.deepspeed_config import deepspeed_config
+from trilane.config.shapes import read_shape
+from trilane.interop.deepspeed_config import deepspeed_config, read_deepspeed
 from trilane.interop.megatron_args import megatron_args, megatron_text
 from trilane.interop.megatron_parse import parse_plan
 from trilane.interop.shell_args import read_launches, write_stubs
@@ -22,13 +24,31 @@ convert = Group("convert", help=GROUPS["convert"])
 
 
 @command(convert)
-def deepspeed(plan: Path) -> Answer:
-    """Print PLAN as DeepSpeed's JSON; `diff` of it and your own shows misspelt keys, too, which
-    DeepSpeed ignores.
+def deepspeed(
+    plan: Path | None = option(None, argument="[PLAN]"),
+    read: Path | None = option(None, "DeepSpeed's JSON; prints a plan", metavar="FILE"),
+    shape: str = option("", "for --read: as of `plan show`"),
+    cluster: str = option("", "for --read: the cluster's name or JSON file"),
+    gpus: int = option(0, "for --read: GPUs of the run", minimum=1),
+    engine: str = option("deepspeed-zero", "for --read: what trains it"),
+    *,
+    choices: Choices,
+) -> Answer:
+    """Print PLAN as DeepSpeed's JSON; or with --read the plan that such a JSON means, with what it
+    lacks, such as --tp and --recompute, as options.
+
+    What the plan cannot hold, "auto", and misspelt keys that DeepSpeed ignores go to stderr.
     """
-    given = read_plan(plan)
-    require(given.engine != "megatron", "engine", given.engine, "takes no DeepSpeed JSON")
-    return Answer(deepspeed_config(given, compiler=True))
+    require(bool(plan) != bool(read), "plan", plan or "missing", "give a plan, or --read")
+    if plan:
+        given = read_plan(plan)
+        require(given.engine != "megatron", "engine", given.engine, "takes no DeepSpeed JSON")
+        return Answer(deepspeed_config(given, compiler=True))
+    assert read
+    chosen, optimizer, notes = read_deepspeed(read, gpus, choices)
+    found = plan_of(read_shape(shape), load_cluster(cluster), engine, chosen)
+    note(notes)
+    return Answer(found.replace(optimizer=optimizer).to_json())
 
 
 @command(convert)
@@ -52,8 +72,8 @@ def megatron(
 
     What the plan cannot hold goes to stderr.
     """
-    rule = "give a plan, or --read, or --stubs"
-    require([plan, read, stubs].count(None) == 2, "plan", plan or "missing", rule)
+    is_one = [plan, read, stubs].count(None) == 2
+    require(is_one, "plan", plan or "missing", "give a plan, or --read, or --stubs")
     if stubs:
         write_stubs(stubs)
         run = f"PATH={shlex.quote(str(stubs.absolute()))}:$PATH bash SCRIPT"
@@ -61,7 +81,7 @@ def megatron(
     if plan:
         given = read_plan(plan)
         arguments = megatron_args(given, prepare_data(plan) if prepare else ())
-        if given.topology.tp > 1 or given.topology.cp > 1:
+        if given.topology.tp * given.topology.cp > 1:
             # its validate_args() of core 0.16.1 to 0.19.2, before Blackwell
             note(["it needs export CUDA_DEVICE_MAX_CONNECTIONS=1"])
         return Answer({"arguments": arguments}, megatron_text(arguments))
@@ -73,12 +93,7 @@ def megatron(
     for name, words in launches.items():
         parsed = parse_plan(words, cluster=machine, label=name, gpus=gpus, vocab_size=vocab_size)
         note(f"{name}: {line}" if len(launches) > 1 else line for line in parsed.notes)
-        values = {
-            "plan": parsed.plan.to_json(),
-            "ignored": parsed.ignored,
-            "unknown": parsed.unknown,
-            "differs": parsed.differs,
-        }
+        values = {**vars(parsed), "plan": parsed.plan.to_json()}
         answers.append(values)
     if len(answers) == 1:
         return Answer(values, json.dumps(values["plan"], indent=1))
