@@ -211,8 +211,11 @@ class Training:
         step = self._engine.step(microbatches, lr)
         end = time.perf_counter()
         self._done = batch.number
-        if step.not_finite and not self._not_finite:
-            self._not_finite = f"NOT FINITE since iteration {batch.number}: {step.not_finite}"
+        # the loss scale of fp16 is searched by steps that are skipped
+        scales = step.skipped and self._plan.topology.precision == "fp16"
+        if not (math.isfinite(step.grad_norm) or scales or self._not_finite):
+            norm = f"the gradient norm is {step.grad_norm}"
+            self._not_finite = f"NOT FINITE since iteration {batch.number}: {norm}"
             self._print(self._not_finite)
             with contextlib.suppress(OSError):  # a full disk: the log has it
                 if self._world.is_first:

@@ -36,16 +36,12 @@ class Microbatch:
 class Step:
     """Result of one iteration: mean loss in nats (0 on ranks without it), gradient norm before
     clipping.
-
-    `not_finite`, the same on all ranks, says where the run's first value arose that is not; only
-    `megatron` looks.
     """
 
     loss: float
     grad_norm: float
     loss_scale: float
     skipped: bool
-    not_finite: str = ""
 
 
 class States(Protocol):

@@ -2,13 +2,10 @@
 training loop uses them.
 """
 
-import contextlib
-import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.distributed import (
     DistributedDataParallel,
@@ -43,7 +40,6 @@ from trilane_engine.model.gpt import (
     transformer_config,
 )
 from trilane_engine.model.own_layer import own_spec, try_out
-from trilane_engine.nonfinite import first_of
 from trilane_engine.phases import OPTIMIZER, megatron_timers, phase
 
 LossOf = Callable[[Tensor], tuple[Tensor, dict[str, Tensor]]]
@@ -96,74 +92,35 @@ class Megatron(Engine):
             no_sync = [chunk.no_sync for chunk in self._chunks]
             settings.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
         self._schedule = get_forward_backward_func()
-        self._not_finite = ""
-        norm = self._optimizer.get_grad_norm
-        # the only place between the gradients and the update, which makes all weights NaN
-        self._optimizer.get_grad_norm = lambda: self._examined(norm())
 
     def _step(self, microbatches: Sequence[Microbatch]) -> Step:
-        self._batch = microbatches
-        self._zero_grad()
-        scale = self._optimizer.get_loss_scale().item()
-        losses = self._forward_backward(microbatches)
-        with phase(OPTIMIZER):
-            updated, grad_norm, _ = self._optimizer.step()
-        loss = self._mean(losses)
-        if not updated:
-            self._examine_skip(loss)
-        return Step(
-            loss=loss,
-            grad_norm=float(grad_norm or 0.0),
-            loss_scale=scale,
-            skipped=not updated,
-            not_finite=self._not_finite,
-        )
-
-    def _examined(self, norm: float) -> float:
-        """The gradient norm; where it is not finite, the same on all ranks, the first such value is
-        searched once.
-
-        The gradients are those of the repetition then, in which dropout draws anew.
-        """
-        if not math.isfinite(norm) and not self._not_finite:
-            self._zero_grad()
-            with self._gathered():
-                self._not_finite = first_of(
-                    self._chunks, lambda: self._forward_backward(self._batch)
-                )
-        return norm
-
-    def _examine_skip(self, loss: float) -> None:
-        """Search also where fp16 skips an iteration whose loss is not finite: no scale mends it."""
-        lost = torch.tensor(int(not math.isfinite(loss))).to(self._positions.device)
-        dist.all_reduce(lost, op=dist.ReduceOp.MAX)  # stages have no loss
-        if lost.item():
-            self._examined(math.nan)
-
-    def _zero_grad(self) -> None:
         for chunk in self._chunks:
             chunk.zero_grad_buffer()
         self._optimizer.zero_grad()
         if not self._plan.topology.overlap_grad_reduce:
             for parameter in self._parameters:
                 parameter.grad = parameter.main_grad
+        scale = self._optimizer.get_loss_scale().item()
+        losses = self._forward_backward(microbatches)
+        with phase(OPTIMIZER):
+            updated, grad_norm, _ = self._optimizer.step()
+        return Step(
+            loss=self._mean(losses),
+            grad_norm=float(grad_norm or 0.0),
+            loss_scale=scale,
+            skipped=not updated,
+        )
 
     def _evaluate(self, microbatches: Sequence[Microbatch]) -> float:
-        with self._gathered():
-            return self._mean(self._forward_backward(microbatches, forward_only=True))
-
-    @contextlib.contextmanager
-    def _gathered(self) -> Iterator[None]:
-        """Parameters are gathered, which overlap_param_gather left to the next forward pass."""
-        if self._plan.topology.overlap_param_gather:
-            gathering = self._chunks
-        else:
-            gathering = []
-        for chunk in gathering:
-            chunk.disable_forward_pre_hook()
-        yield
-        for chunk in gathering:
-            chunk.enable_forward_pre_hook()
+        overlaps = self._plan.topology.overlap_param_gather
+        if overlaps:  # gathers now what is left to the next forward pass
+            for chunk in self._chunks:
+                chunk.disable_forward_pre_hook()
+        loss = self._mean(self._forward_backward(microbatches, forward_only=True))
+        if overlaps:
+            for chunk in self._chunks:
+                chunk.enable_forward_pre_hook()
+        return loss
 
     def _forward_backward(
         self, microbatches: Sequence[Microbatch], forward_only: bool = False

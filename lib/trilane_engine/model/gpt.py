@@ -443,17 +443,14 @@ def fill(parameter: Tensor, draw: Callable[[int, int], Tensor]) -> None:
 
 def canonical_parameters(model: GPTModel, tied: bool) -> Iterator[tuple[str, nn.Parameter]]:
     """Each parameter with its whole-model name; a tied head by the embedding's."""
+
+    def numbered(place: re.Match[str]) -> str:
+        """Layers count from the first stage."""
+        return str(model.decoder.layers[int(place[0])].layer_number - 1)
+
     for name, parameter in model.named_parameters():
-        name = whole_name(model, name.replace(".embedding_dropout.", "."))
+        name = name.replace(".embedding_dropout.", ".")
+        name = re.sub(r"(?<=decoder\.layers\.)\d+", numbered, name)
         if tied and name == "output_layer.weight":
             name = "embedding.word_embeddings.weight"
         yield name, parameter
-
-
-def whole_name(model: GPTModel, name: str) -> str:
-    """The name of a chunk's parameter or module with layers counted from the first stage."""
-
-    def renamed(number: re.Match[str]) -> str:
-        return str(model.decoder.layers[int(number[0])].layer_number - 1)
-
-    return re.sub(r"(?<=decoder\.layers\.)\d+", renamed, name)
