@@ -42,8 +42,8 @@ ORDER = tuple(
 BESIDE = ("trilane_engine", "trilane_diagnose")
 # What is counted: the aim, and what stands today.
 TOKENS = {
-    "trilane": (128_000, 135_700),
-    "trilane_engine": (55_000, 55_000),
+    "trilane": (128_000, 136_400),
+    "trilane_engine": (55_000, 54_000),
     "trilane_diagnose": (32_000, 32_000),
     "tests": (140_000, 140_000),
 }
@@ -54,7 +54,7 @@ FORMS = {  # in lib, per 1,000 code lines
     "comprehensions": (45, 45),
 }
 LONG_TEXTS = 3  # of more than 200 characters, in lib
-MOST_BYTES_OF_DATA = 238_000  # of lib, tables of rows left out
+MOST_BYTES_OF_DATA = 242_000  # of lib, tables of rows left out
 WORDS = (20_000, 20_000)  # of Markdown written by hand
 
 

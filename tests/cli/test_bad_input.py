@@ -78,7 +78,7 @@ BAD = [
     ("debug hang ''", "folder='': is empty"),
     ("plan show odd.json", "calibration=5: must hold name, hash and constants"),
     ("slurm job begin damaged", "jobs.jsonl: line 1 is damaged"),
-    ("plan calendar plan.json --tokens 1B --checkpoint-minutes 1e300", "is above a year"),
+    ("plan calendar plan.json --tokens 1B --checkpoint-minutes 1e300", "must be at most"),
 ]
 
 

@@ -39,7 +39,7 @@ for parallel in (False, True):
     untouched = model.decoder(hidden_states=x, attention_mask=None) == x
     # every position attends to those before it alike
     q, k = torch.zeros(2, 64, 8, 2, 16)
-    attended = Attention(transformer_config(plan), shape=plan.shape)(q, k, torch.ones(64, 8, 2, 16), None)
+    attended = Attention(transformer_config(plan), shape=plan.shape, layer_number=1)(q, k, torch.ones(64, 8, 2, 16), None)
     share = untouched.float().mean().item()
     print(json.dumps([share, attended.mean().item(), digest(untouched), digest(attended)]))
 """
