@@ -14,7 +14,8 @@ BATCH = "TRILANE_BATCH"
 
 def progress(items: Sequence[T], what: str, unit: str) -> Iterable[T]:
     """The items, with a bar once they have taken two seconds, which is gone when they are done."""
-    is_seen = sys.stderr.isatty() or "ipykernel" in sys.modules
+    is_in_kernel = type(sys.stderr).__module__ == "ipykernel.iostream"
+    is_seen = sys.stderr.isatty() or is_in_kernel
     if not is_seen or os.environ.get(BATCH):
         return items
     from tqdm.auto import tqdm
