@@ -94,12 +94,7 @@ class Megatron(Engine):
         self._schedule = get_forward_backward_func()
 
     def _step(self, microbatches: Sequence[Microbatch]) -> Step:
-        for chunk in self._chunks:
-            chunk.zero_grad_buffer()
-        self._optimizer.zero_grad()
-        if not self._plan.topology.overlap_grad_reduce:
-            for parameter in self._parameters:
-                parameter.grad = parameter.main_grad
+        self._zero_grad()
         scale = self._optimizer.get_loss_scale().item()
         losses = self._forward_backward(microbatches)
         with phase(OPTIMIZER):
@@ -110,6 +105,14 @@ class Megatron(Engine):
             loss_scale=scale,
             skipped=not updated,
         )
+
+    def _zero_grad(self) -> None:
+        for chunk in self._chunks:
+            chunk.zero_grad_buffer()
+        self._optimizer.zero_grad()
+        if not self._plan.topology.overlap_grad_reduce:
+            for parameter in self._parameters:
+                parameter.grad = parameter.main_grad
 
     def _evaluate(self, microbatches: Sequence[Microbatch]) -> float:
         overlaps = self._plan.topology.overlap_param_gather
