@@ -42,11 +42,10 @@ def main(argv: list[str]) -> int:
             raise
         print_refusal(error)
         return 2
-    train()
-    return 0
+    return train()
 
 
-def _prepare(path: Path, signals: Signals, begin: float) -> Callable[[], None]:
+def _prepare(path: Path, signals: Signals, begin: float) -> Callable[[], int]:
     """The plan's training, ready to start; torch is imported only once the plan is found valid."""
     plan = read_plan(path)
     require_trainable(plan.topology, plan.run.fused)

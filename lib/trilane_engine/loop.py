@@ -36,6 +36,8 @@ from trilane_engine.world import World
 GARBAGE_INTERVAL = 10  # iterations; of what is made after the first one a collection takes 0.2 ms
 # The signals of one request reach all ranks, and a rank's child and parent, within so long.
 ONE_SIGNAL_S = 10.0
+LOST = "values that are not finite"
+MOST_LOST = 10  # iterations in a row: then the weights are lost, and each save drops a good one
 RETRY_S = 60.0  # between two looks at a disk that was full
 
 
@@ -55,7 +57,7 @@ class StopRequests:
     with that save. `stop` stays, so that a chain of jobs does not continue.
     """
 
-    # In ascending priority; every stop also saves.
+    # In ascending priority; every stop but the last also saves.
     requests = (
         StopRequest(),
         StopRequest("SIGUSR1", save=True),
@@ -64,6 +66,7 @@ class StopRequests:
         StopRequest("exit_duration_minutes", save=True, stop=True),
         StopRequest("the file `stop`", save=True, stop=True),
         StopRequest("SIGTERM", save=True, stop=True),
+        StopRequest(LOST, stop=True),
     )
 
     def __init__(
@@ -75,6 +78,7 @@ class StopRequests:
         self._end = math.inf
         if run.exit_duration_minutes:
             self._end = begin + 60 * run.exit_duration_minutes
+        self.lost = 0  # iterations in a row
         self._agreed_s = -math.inf
         self._missing = 0
         self._retry_s = 0.0
@@ -102,6 +106,8 @@ class StopRequests:
         """The number of the highest request on this rank; the file `save` is removed."""
         is_first = self._world.is_first
         asked = self._saves_asked() if begun and is_first else 0
+        if self.lost >= MOST_LOST:
+            return 7
         if self._signals.stop:
             return 6
         if is_first and (self._folder / "stop").exists():
@@ -166,8 +172,10 @@ class Training:
             (folder / NOT_FINITE).unlink(missing_ok=True)
         self._saver = Saver(folder, plan, world, self._engine)
 
-    def run(self) -> None:
-        """Train to the last iteration or until a stop is requested; status.json records which."""
+    def run(self) -> int:
+        """Train to the last iteration or until a stop is requested; status.json records which. The
+        exit code: 1 where the weights are no numbers any more.
+        """
         run = self._plan.run
         log = TrainingLog(self._plan, self._world, self._folder)
         first = next((batch.number for batch in self._plan.batches(self._done)), 0)
@@ -186,7 +194,9 @@ class Training:
                 self._evaluate(batch, log)
             at_interval = bool(run.save_interval) and batch.number % run.save_interval == 0
             request, writing = self._requests.now(writing=self._saver.writing)
-            saves = at_interval or request.save or (batch.number == run.goal and run.saves_at_end)
+            is_last = batch.number == run.goal
+            saves = at_interval or request.save or (is_last and run.saves_at_end)
+            saves = saves and request.reason != LOST
             if self._save(batch, saves, writing) or evaluates:
                 begin = time.perf_counter()  # what was done since is counted in no iteration
         gc.unfreeze()
@@ -194,12 +204,13 @@ class Training:
         log.close()
         if self._saver.begun:
             self._report(self._saver.finish)
-        self._end(request)
+        code = self._end(request)
         with phase(SAVE):  # as long as the disk takes
             self._saver.keep_last()
         heartbeat.end(self._folder)
         self._world.barrier()
         dist.destroy_process_group()
+        return code
 
     def _step(self, batch: Batch, log: TrainingLog, begin: float) -> float:
         """Train one batch; the time at its end."""
@@ -213,7 +224,9 @@ class Training:
         self._done = batch.number
         # the loss scale of fp16 is searched by steps that are skipped
         scales = step.skipped and self._plan.topology.precision == "fp16"
-        if not (math.isfinite(step.grad_norm) or scales or self._not_finite):
+        is_lost = not (math.isfinite(step.grad_norm) or scales)
+        self._requests.lost = self._requests.lost + 1 if is_lost else 0
+        if is_lost and not self._not_finite:
             norm = f"the gradient norm is {step.grad_norm}"
             self._not_finite = f"NOT FINITE since iteration {batch.number}: {norm}"
             self._print(self._not_finite)
@@ -266,9 +279,9 @@ class Training:
             with contextlib.suppress(OSError):  # where the disk is full only run.log has it
                 (self._folder / NOT_SAVED).write_text(problem, encoding="utf-8")
 
-    def _end(self, request: StopRequest) -> None:
+    def _end(self, request: StopRequest) -> int:
         """Print and record whether the run completed, or what stopped it and the newest
-        checkpoint.
+        checkpoint; the exit code.
         """
         goal = self._plan.run.goal
         is_saved = self._saved == name_of(self._done)
@@ -283,14 +296,18 @@ class Training:
             evidence = f"iteration {goal} is reached, but not saved: {newest}"
         else:
             evidence = f"stopped at iteration {self._done} by {request.reason}, {newest}"
-        if status is Status.STOPPED:
+        if request.reason == LOST:
+            status = Status.NAN_LOSS
+        if status is not Status.COMPLETED:
             self._print(evidence)
         if self._not_finite:
             evidence += f"; {self._not_finite}"
         seconds = round(time.monotonic() - self._begin, 3)
-        outcome = RunStatus(status=status, evidence=evidence, exit_code=0, seconds=seconds)
+        code = int(status is Status.NAN_LOSS)
+        outcome = RunStatus(status=status, evidence=evidence, exit_code=code, seconds=seconds)
         if self._world.is_first:
             write_status(self._folder, outcome)
+        return code
 
     def _print(self, text: str) -> None:
         if self._world.is_first:

@@ -1,11 +1,14 @@
 """A run reports when its values are no longer finite."""
 
 import json
+from dataclasses import replace
 
 import pytest
 from plans import run_folder, small_plan
 
-from trilane.workspace.run import NOT_FINITE, alarm
+from trilane.launch.outcome import judge
+from trilane.workspace.run import NOT_FINITE, alarm, iteration
+from trilane.workspace.status import known_status
 
 # The worker's program, with a fault in the second iteration on the last rank.
 PROGRAM = """
@@ -23,7 +26,8 @@ def faulty(engine, microbatches, lr):
     return step(engine, microbatches, lr)
 
 Engine.step = faulty
-parity.run_worker(1, Path(FOLDER))
+if parity.run_worker(1, Path(FOLDER)):
+    raise SystemExit(1)
 """
 # DeepSpeed gives inf for both
 ENGINES = {"megatron": ({"tp": 2}, "nan"), "deepspeed-zero": ({"dp": 2, "zero": 1}, "inf")}
@@ -42,3 +46,16 @@ def test_the_first_iteration_that_is_not_finite_is_reported(engine: str, fork, d
     assert line == "NOT FINITE since iteration 2: the gradient norm is " + norm
     assert line in json.loads((folder / "status.json").read_text())["evidence"]
     assert line == alarm(folder, NOT_FINITE), "what `slurm status` shows while it runs"
+
+
+@pytest.mark.slow
+def test_a_run_whose_weights_are_lost_ends_and_saves_no_more(fork, data, tmp_path):
+    plan = small_plan(data, engine="megatron", iters=30, source="mock", tp=2)
+    plan = replace(plan, run=replace(plan.run, save_interval=11))
+    folder = run_folder(plan, tmp_path / "run")
+    (folder / "ask.py").write_text(PROGRAM.replace("FOLDER", repr(str(folder))))
+    fork(2, folder, 1)
+    status = known_status(folder)
+    assert (status.status, iteration(folder)) == ("NaN loss", 11)
+    assert not list((folder / "checkpoints").glob("iter_*"))
+    assert judge(folder, 1, 1.0).status == "NaN loss"

@@ -109,7 +109,8 @@ def verdict(
                 failed
     otherwise   what the caller knows without a reason
     """
-    if written and written.status is Status.HANG:  # what was killed for it is in the log
+    known = (Status.HANG, Status.NAN_LOSS)
+    if written and written.status in known:  # what was killed for it is in the log
         return written
     if written and not code and (written.status is Status.COMPLETED or not scheduler):
         return written
