@@ -183,17 +183,16 @@ def test_a_command_line_is_read_and_what_a_plan_lacks_is_named():
     compare("parsed", values)
 
 
-# of the forms of public scripts: += of a string, an array that no command has, a nested command
+# of the forms of public scripts: += of a string, an array that no command has, and BLOOM's command
+# of exported variables, which a shell below srun replaces
 SCRIPT = rf"""
 SIZE=$(python3 -c "print(8)")
 ARGS="{BARE} --data-path p"
 ARGS+=" --tensor-model-parallel-size 2"
 LONG_ARGS=(--context-parallel-size 8)
 torchrun --nproc_per_node 8 pretrain_gpt.py $ARGS
-srun --label bash -c "
-cd /scratch
-torchrun --nproc_per_node 4 --node_rank \$SLURM_NODEID pretrain_gpt.py \
-    --recompute-activations $ARGS 2>&1 | tee log"
+export LAUNCHER="torchrun --nproc_per_node 4" CMD="pretrain_gpt.py --recompute-activations $ARGS"
+srun --label bash -c '$LAUNCHER --node_rank $SLURM_NODEID $CMD' 2>&1 | tee log
 """
 
 
@@ -202,7 +201,7 @@ def test_each_launch_of_a_script_that_bash_runs_is_a_plan(tmp_path, capsys):
     assert main(["convert", "megatron", "--stubs", stubs]) == 0
     (tmp_path / "job.sh").write_text(SCRIPT)
     run = capsys.readouterr().out.replace("SCRIPT", f"{tmp_path}/job.sh")
-    subprocess.run(run, shell=True, check=True)
+    subprocess.run(run, shell=True, check=True, cwd=tmp_path)
     main(f"convert megatron --cluster h200 --read {stubs}".split())
     plans = json.loads(capsys.readouterr().out)["plans"]
     assert [plan["label"] for plan in plans] == ["launch-0002", "launch-0003"]
