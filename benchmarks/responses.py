@@ -187,7 +187,7 @@ def slow(trial: Trial) -> Outcome:
 
 
 def bursts(trial: Trial) -> Outcome:
-    """Load of two seconds at all cores, every eight, for a minute: nothing follows."""
+    """Load of two seconds at all cores, every twenty, for a minute: nothing follows."""
     trial.begin()
     begin = time.monotonic()
     spin = "import time\nend = time.monotonic() + 2\nwhile time.monotonic() < end: pass"
@@ -197,7 +197,7 @@ def bursts(trial: Trial) -> Outcome:
         for process in load:
             process.wait()
         said = said or pace.slowness(trial.folder)[0]
-        time.sleep(6.0)
+        time.sleep(18.0)
     left = [node for event in ledger.events(trial.folder, "response") for node in event["nodes"]]
     says = said or f"nothing, {iteration(trial.folder)} iterations"
     return Outcome(verdict_s=0.0, again_s=0.0, left=",".join(left), wanted="", says=says)
