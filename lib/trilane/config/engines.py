@@ -207,6 +207,7 @@ def _rules(engine: str, shape: ModelShape, t: Any) -> Rules:
     if engine == "megatron":
         yield from _megatron_rules(shape, t)
         return
+    yield not shape.experts, "experts", "has none"
     yield t.cp == 1, "cp", "shares no sequence"
     yield t.precision != "fp8", "precision", "has no Transformer Engine"
     yield t.overlap_tp == 0, "overlap_tp", "has no Transformer Engine"
@@ -248,5 +249,11 @@ def _megatron_rules(shape: ModelShape, t: Any) -> Rules:
     for width in (shape.hidden_size, shape.ffn, shape.query_channels, shape.qkv_channels):
         is_aligned = is_aligned & (width // t.tp % 16 == 0)
     yield (t.precision != "fp8") | is_aligned, "precision", rule
+    if shape.experts:
+        # megatron-core 0.16.1 to 0.18.2 sums over the wrong group there, without a word
+        is_whole = t.tp == 1 or t.ep * t.etp > 1
+        yield is_whole, "etp", "trains a mixture with tp above 1 by etp or ep above 1"
+        yield t.precision != "fp8", "precision", "has no fp8 experts"
+        yield t.dispatcher == "alltoall", "dispatcher", "exchanges tokens by alltoall"
     yield t.zero <= 1, "zero", "has ZeRO stage 0 and 1 (its distributed optimizer)"
     yield t.offload == "none", "offload", "does not offload"

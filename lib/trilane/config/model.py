@@ -1,15 +1,18 @@
-"""ModelShape: the sizes of a dense decoder (GPT, BLOOM, Llama, ...), its parameters and its FLOPs
+"""ModelShape: the sizes of a decoder (GPT, BLOOM, Llama, Mixtral, ...), its parameters and its FLOPs
 per iteration.
 """
 
 from typing import Any
 
-from trilane.config.options import Rules, check, option
+from trilane.config.options import Rules, changed, check, option
 from trilane.utils.frozen import frozen
 from trilane.utils.tables import Record
 from trilane.utils.validation import is_count, parse_integers, require, require_integer
 
 GATED = ("swiglu", "geglu")
+# fields of a mixture of experts, which a dense model leaves as they are
+MIXTURE = ("top_k", "expert_ffn", "shared_experts", "shared_ffn", "shared_gate", "first_dense")
+MIXTURE += ("router_pre_softmax", "router_scaling", "aux_loss")
 
 
 def _size(help: str, bits: int, **facts: Any) -> Any:
@@ -19,10 +22,12 @@ def _size(help: str, bits: int, **facts: Any) -> Any:
 
 @frozen
 class ModelShape(Record):
-    """The sizes of a dense decoder; without the fields after `vocab_size`, those of GPT-2.
+    """The sizes of a decoder; without the fields after `vocab_size`, those of GPT-2.
 
-    Norms stand before attention and MLP, one after the last layer. Raises ValueError for sizes out
-    of range, for heads that neither divide nor have a size, and an MLP narrower than the model.
+    Norms stand before attention and MLP, one after the last layer. With experts each layer behind
+    the first `first_dense` has them in place of its MLP, and a matrix that routes tokens to them.
+    Raises ValueError for sizes out of range, for heads that neither divide nor have a size, and an
+    MLP narrower than the model.
     """
 
     num_layers: int = _size("transformer layers", 16, megatron="num-layers")
@@ -96,6 +101,40 @@ class ModelShape(Record):
         maximum=1 << 16,
         predicts=False,
     )
+    experts: int = option(
+        0, "experts of a layer; 0: dense", maximum=1 << 14, megatron="num-experts"
+    )
+    top_k: int = option(0, "experts that a token goes to", megatron="moe-router-topk")
+    expert_ffn: int = option(
+        0, "channels inside an expert", maximum=1 << 22, megatron="moe-ffn-hidden-size"
+    )
+    shared_experts: int = option(0, "experts beside them that every token goes to", maximum=1 << 10)
+    shared_ffn: int = option(0, "channels inside each of these", maximum=1 << 22)
+    shared_gate: bool = option(
+        False, "a weight of the shared experts for each token", megatron="moe-shared-expert-gate"
+    )
+    first_dense: int = option(0, "layers in front without experts")
+    router_pre_softmax: bool = option(
+        False,
+        "softmax over all experts, not over those that were chosen",
+        megatron="moe-router-pre-softmax",
+        predicts=False,
+    )
+    router_scaling: float = option(
+        1.0,
+        "what the weights of the chosen are multiplied by",
+        above=0,
+        maximum=1e6,
+        megatron="moe-router-topk-scaling-factor",
+        predicts=False,
+    )
+    aux_loss: float = option(
+        0.0,
+        "share of the loss that balances experts; 0: none",
+        maximum=1e3,
+        megatron="moe-aux-loss-coeff",
+        predicts=False,
+    )
 
     def __post_init__(self) -> None:
         check(self)
@@ -122,6 +161,20 @@ class ModelShape(Record):
         rule = "leaves rotary positions out, and must divide num_layers"
         is_whole = is_rotary and self.num_layers % max(self.no_rope_freq, 1) == 0
         yield is_whole or not self.no_rope_freq, "no_rope_freq", rule
+        yield self.experts != 1, "experts", "must be 0, which is dense, or above 1"
+        if self.experts:
+            rule = f"must be 1 to experts={self.experts}"
+            yield 0 < self.top_k <= self.experts, "top_k", rule
+            yield self.expert_ffn > 0, "expert_ffn", "must be above zero, as there are experts"
+            rule = "needs shared_experts, as they need it"
+            yield (self.shared_ffn > 0) == (self.shared_experts > 0), "shared_ffn", rule
+            yield self.shared_experts or not self.shared_gate, "shared_gate", "needs shared_experts"
+            rule = f"must be below num_layers={self.num_layers}"
+            yield self.first_dense < self.num_layers, "first_dense", rule
+        else:
+            named = changed(self)
+            for name in MIXTURE:
+                yield name not in named, name, "needs experts"
 
     @property
     def _usual_ffn(self) -> int:
@@ -169,12 +222,35 @@ class ModelShape(Record):
         return self.positions == "rotary" and not is_left_out
 
     @property
+    def attention_weights(self) -> int:
+        """Entries of the matrices of a layer's attention: queries, keys and values; projection."""
+        return self.hidden_size * (self.qkv_channels + self.query_channels)
+
+    def mlp_weights(self, channels: int) -> int:
+        """Entries of the matrices of an MLP with so many channels inside."""
+        return self.hidden_size * (2 + self.is_gated) * channels
+
+    @property
     def layer_weights(self) -> int:
-        """Entries of a layer's matrices: queries, keys and values; projection; the MLP. GPT-2:
-        12 h^2.
+        """Entries of a dense layer's matrices: attention's and the MLP's. GPT-2: 12 h^2."""
+        return self.attention_weights + self.mlp_weights(self.ffn)
+
+    @property
+    def shared_channels(self) -> int:
+        """Channels inside all shared experts."""
+        return self.shared_experts * self.shared_ffn
+
+    @property
+    def expert_layers(self) -> int:
+        """Layers with experts."""
+        return self.num_layers - self.first_dense if self.experts else 0
+
+    def expert_weights(self, experts: int) -> int:
+        """Entries of the matrices that replace the MLP of a layer with experts: those of so many
+        experts, of the shared ones, of the router, and their gate.
         """
-        attention = self.qkv_channels + self.query_channels
-        return self.hidden_size * (attention + (2 + self.is_gated) * self.ffn)
+        inside = experts * self.expert_ffn + self.shared_channels
+        return self.mlp_weights(inside) + self.hidden_size * (self.experts + self.shared_gate)
 
     @property
     def norm_parameters(self) -> int:
@@ -189,16 +265,30 @@ class ModelShape(Record):
         norms = 2 * self.norm_parameters // self.hidden_size * self.head_dim
         return self.qk_layernorm * norms + 2 * (self.activation == "xielu")
 
+    def mlp_biases(self, mlps: int, channels: int) -> int:
+        """Biases of so many MLPs with so many channels inside them all."""
+        if self.biases != "all":
+            return 0
+        return mlps * self.hidden_size + (1 + self.is_gated) * channels
+
     @property
     def layer_parameters(self) -> int:
-        """Parameters of one transformer layer. GPT-2: 12 h^2 + 13 h, of which 9 h are biases."""
-        h = self.hidden_size
-        biases = 0
+        """Parameters of a dense layer. GPT-2: 12 h^2 + 13 h, of which 9 h are biases."""
+        biases = self.mlp_biases(1, self.ffn)
         if self.biases != "none":
             biases += self.qkv_channels
         if self.biases == "all":
-            biases += 2 * h + (1 + self.is_gated) * self.ffn
+            biases += self.hidden_size
         return self.layer_weights + biases + 2 * self.norm_parameters + self.inner_parameters
+
+    def layers_parameters(self, experts: int) -> int:
+        """Parameters of all layers, of so many experts in each layer that has some."""
+        channels = experts * self.expert_ffn + self.shared_channels
+        own = self.expert_weights(experts) + self.mlp_biases(
+            experts + self.shared_experts, channels
+        )
+        dense = self.mlp_weights(self.ffn) + self.mlp_biases(1, self.ffn)
+        return self.num_layers * self.layer_parameters + self.expert_layers * (own - dense)
 
     @property
     def embedding_parameters(self) -> int:
@@ -213,8 +303,16 @@ class ModelShape(Record):
         GPT-2: L (12 h^2 + 13 h) + V h + s h + 2 h. Source: the BigScience chronicles' prequel (the
         formula of its section 'Size'); exact for the engine's model.
         """
+        return self._parameters(self.experts)
+
+    @property
+    def active_parameters(self) -> int:
+        """Those that a token meets: of the experts `top_k`."""
+        return self._parameters(self.top_k)
+
+    def _parameters(self, experts: int) -> int:
         h = self.hidden_size
-        total = self.num_layers * self.layer_parameters + self.norm_parameters
+        total = self.layers_parameters(experts) + self.norm_parameters
         total += self.embedding_parameters
         if not self.tied_embeddings:
             total += self.embedding_parameters
@@ -228,8 +326,9 @@ class ModelShape(Record):
         """FLOPs of one iteration over `gbs` sequences: three times the forward pass, four with full
         recomputation.
 
-            forward of a layer = 2 B s W + 4 B s^2 h    W entries of its matrices; own heads:
-                                                        their channels for the second h
+            forward of a layer = 2 B s W + 4 B s^2 h    W entries of its matrices, of the experts
+                                                        top_k; own heads: their channels for the
+                                                        second h
             logits             = 2 B s h V              never recomputed
             GPT-2, W = 12 h^2:   F = 72 B s L h^2 (1 + s / (6 h) + V / (12 L h)),
                        or, recomputed, 96 B s L h^2 (1 + s / (6 h) + V / (16 L h))
@@ -243,7 +342,9 @@ class ModelShape(Record):
         L = self.num_layers
         h = self.hidden_size
         V = self.vocab_size
-        layers = L * (2 * B * s * self.layer_weights + 4 * B * s * s * self.query_channels)
+        replaced = self.expert_weights(self.top_k) - self.mlp_weights(self.ffn)
+        weights = L * self.layer_weights + self.expert_layers * replaced
+        layers = 2 * B * s * weights + L * 4 * B * s * s * self.query_channels
         return (4 if recompute_full else 3) * layers + 6 * B * s * h * V
 
 

@@ -31,6 +31,7 @@ def _words(help: str, choices: tuple[str, ...], **facts: Any) -> Any:
 RECOMPUTE = ("none", "selective", "full", "operators", "block")
 PARTITION = ("uniform", "type:transformer|embedding")
 OFFLOAD = ("none", "optimizer", "full")
+DISPATCHERS = ("alltoall", "allgather", "deepep", "hybridep")
 
 
 @frozen
@@ -162,6 +163,23 @@ class Topology(Record):
         0,
         label="shards{}",
     )
+    ep: int = _size(
+        "expert-parallel size: GPUs that share the experts of a layer",
+        label="ep{}",
+        megatron="expert-model-parallel-size",
+        search=(),
+    )
+    etp: int = _size(
+        "GPUs that share each expert, as tp those that share a layer",
+        label="etp{}",
+        megatron="expert-tensor-parallel-size",
+    )
+    dispatcher: str = _words(
+        "how tokens reach their experts: a copy for each of them, or (deepep, hybridep) one for "
+        "each node",
+        DISPATCHERS,
+        label="{}",
+    )
 
     def __post_init__(self) -> None:
         check(self)
@@ -193,6 +211,8 @@ class Topology(Record):
         yield (t.recompute == "block") == (t.recompute_layers > 0), "recompute_layers", rule
         yield (t.zero > 0) | (not t.shards), "shards", "needs ZeRO stage 1 or more"
         yield not t.shards or t.dp * t.cp % t.shards == 0, "shards", "must divide dp x cp"
+        is_whole = t.tp * t.cp * t.dp % (t.ep * t.etp) == 0
+        yield is_whole, "ep", "ep x etp must divide tp x cp x dp"
 
     @property
     def gpus(self) -> int:
@@ -285,6 +305,13 @@ def shape_rules(t: Any, shape: ModelShape) -> Rules:
     yield divides, "interleaving", rule
     rule = "must not exceed num_layers"
     yield t.recompute_layers <= shape.num_layers, "recompute_layers", rule
+    experts = shape.experts
+    yield experts or t.ep * t.etp == 1, "ep", "needs a model with experts"
+    yield not experts or experts % t.ep == 0, "ep", f"must divide experts={experts}"
+    rule = f"must divide expert_ffn={shape.expert_ffn}"
+    yield not experts or shape.expert_ffn % t.etp == 0, "etp", rule
+    rule = "needs sequence_parallel where a model has experts"
+    yield not experts or t.tp == 1 or t.sequence_parallel, "tp", rule
     rule = "interleaving needs microbatches % pp == 0"
     yield (t.interleaving == 1) | (t.microbatches % t.pp == 0), "gbs", rule
 

@@ -32,7 +32,8 @@ class Columns:
     choices: `recompute` 0 none, 1 selective, 2 full, 3 operators, 4 block. `biases` 0 none, 1 of
     queries, keys and values, 2 all; `norm_values` 2 h or h parameters of a norm; `inner_values`
     what else of a layer tp does not divide (ModelShape.inner_parameters); `positions` learned rows;
-    `alibi` whether attention adds ALiBi's mask.
+    `alibi` whether attention adds ALiBi's mask; `shared` channels inside all shared experts. What
+    is of a layer is of one with experts, where there are some; see dense().
     """
 
     def __init__(self, **numbers: Number) -> None:
@@ -45,6 +46,19 @@ class Columns:
     def changed(self, **numbers: Number) -> "Columns":
         """With other numbers for some names."""
         return Columns(**{**self.numbers, **numbers})
+
+    def dense(self) -> "Columns":
+        """With the layers that stand in front of those with experts."""
+        return self.changed(experts=0)
+
+    def expert_group(self) -> "Columns":
+        """With the ranks that hold other experts as tensor-parallel ones, and those that hold the
+        same as replicas.
+        """
+        held = self.ep * self.etp
+        replicas = self.tp * self.replicas / held
+        mbs = self.mbs * self.dp / replicas  # as many microbatches
+        return self.changed(tp=held, cp=1, dp=replicas, mbs=mbs, shards=0)
 
     @property
     def value_bytes(self) -> Number:
@@ -100,15 +114,39 @@ class Columns:
         return np.maximum(self.kv_heads, self.tp) * self.head_dim
 
     @property
+    def mlp(self) -> Number:
+        """Channels inside the MLP that every token goes through."""
+        return np.where(self.experts > 0, self.shared, self.ffn)
+
+    @property
+    def copies(self) -> Number:
+        """Copies of tokens that one GPU sends to experts in a layer, of a microbatch."""
+        return self.tokens * self.top_k / self.tp
+
+    @property
+    def expert_matrices(self) -> tuple[tuple[Number, Number], ...]:
+        """Outputs and inputs of an expert's matrices on one GPU."""
+        f = self.expert_ffn / self.etp
+        return ((1 + self.gated) * f, self.hidden), (self.hidden, f)
+
+    @cached_property
+    def expert_parameters(self) -> Number:
+        """Parameters of the experts of one layer on one GPU."""
+        each = sum(
+            outputs * (inputs + (self.biases == 2)) for outputs, inputs in self.expert_matrices
+        )
+        return self.experts / self.ep * each
+
+    @property
     def matrices(self) -> tuple[tuple[Number, Number], ...]:
         """Outputs and inputs of a layer's matrices on one GPU: queries, keys and values;
-        projection; MLP in and out.
+        projection; MLP in and out, or those of the shared experts.
 
         With fewer heads of keys than ranks megatron-core 0.16.1 cuts their rows too, and gathers
         what they make.
         """
         h = self.hidden
-        f = self.ffn
+        f = self.mlp
         t = self.tp
         return (
             ((self.query_hidden + 2 * self.kv_heads * self.head_dim) / t, h),
@@ -124,12 +162,13 @@ class Columns:
 
     @cached_property
     def layer_parameters(self) -> Number:
-        """Parameters of one layer on one GPU; tp divides all but norms and the biases of
-        row-parallel matrices.
+        """Parameters of one layer on one GPU, but for its experts; tp divides all but norms, the
+        router and the biases of row-parallel matrices.
         """
         qkv, _, mlp, _ = (outputs for outputs, _ in self.matrices)
         biases = (self.biases > 0) * qkv + (self.biases == 2) * (mlp + 2 * self.hidden)
-        return self.layer_weights + biases + 2 * self.norm_values + self.inner_values
+        router = self.hidden * (self.experts + (self.experts > 0) * self.shared_gate)
+        return self.layer_weights + biases + 2 * self.norm_values + self.inner_values + router
 
     @property
     def embedding_parameters(self) -> Number:
@@ -199,6 +238,12 @@ def columns_of(shape: ModelShape, topology: Topology, engine: str = "") -> Colum
         qk_layernorm=int(shape.qk_layernorm),
         positions=shape.seq_length if shape.positions == "learned" else 0,
         alibi=int(shape.positions == "alibi"),
+        experts=shape.experts,
+        top_k=shape.top_k,
+        expert_ffn=shape.expert_ffn,
+        shared=shape.shared_channels,
+        shared_gate=int(shape.shared_gate),
+        first_dense=shape.first_dense,
         **numbers,
     )
 

@@ -15,8 +15,8 @@ from trilane.costmodel.columns import (
     slowdown,
 )
 from trilane.costmodel.constants import Constants
-from trilane.costmodel.layers import embedding_seconds, head_seconds, layer_time
-from trilane.costmodel.memory import extreme_stages, memory_bytes, stage_layers_at
+from trilane.costmodel.layers import LayerTime, embedding_seconds, head_seconds, layer_time
+from trilane.costmodel.memory import extreme_stages, memory_bytes, over_layers
 from trilane.utils.frozen import frozen
 
 
@@ -24,7 +24,7 @@ from trilane.utils.frozen import frozen
 class IterationTime(Parts):
     """Where the seconds of one iteration go.
 
-    `elementwise` includes kernels' waits for their launch, `optimizer` what an offloaded one moves
+    `expert_parallel` is the exchange of tokens between experts. `elementwise` includes kernels' waits for their launch, `optimizer` what an offloaded one moves
     over PCIe.
     """
 
@@ -32,6 +32,7 @@ class IterationTime(Parts):
     attention: float
     elementwise: float
     tensor_parallel: float
+    expert_parallel: float
     pipeline_p2p: float
     bubble: float
     data_parallel: float
@@ -201,11 +202,27 @@ def pressure(setting: Setting) -> Number:
 
 
 def stage_seconds(
-    columns: Columns, stage: Number, layer: Number, head: Number, embedding: Number
+    columns: Columns, stage: Number, layers: tuple[Number, Number], head: Number, embedding: Number
 ) -> Number:
-    """Seconds per microbatch of stage `stage`, of those of a layer, the head and the embedding."""
-    layers = stage_layers_at(columns, stage) * layer
-    return layers + (stage == 0) * embedding + (stage == columns.pp - 1) * head
+    """Seconds per microbatch of stage `stage`, of those of each kind of layer, the head and the
+    embedding.
+    """
+    ends = (stage == 0) * embedding + (stage == columns.pp - 1) * head
+    return over_layers(columns, stage, layers) + ends
+
+
+def _layer_seconds(setting: Setting, layer: LayerTime) -> tuple[Number, Number]:
+    """Seconds of each kind of layer, where `layer` is that with experts."""
+    own = layer.total
+    if not np.any(setting.columns.first_dense):
+        return own, own
+    return own, layer_time(setting._replace(columns=setting.columns.dense())).total
+
+
+def _step_seconds(parameters: Number, setting: Setting, compute: Number) -> tuple[Number, Number]:
+    """Seconds of what follows the passes: gradients and weights sent, the optimizer."""
+    optimizer = optimizer_seconds(parameters, setting) + offload_seconds(parameters, setting)
+    return data_parallel_seconds(parameters, setting, compute), optimizer
 
 
 def iteration_columns(columns: Columns, cluster: Cluster, constants: Constants) -> IterationTime:
@@ -221,20 +238,28 @@ def iteration_columns(columns: Columns, cluster: Cluster, constants: Constants) 
     setting = Setting(x, cluster, c)
     m = x.microbatches
     layer = layer_time(setting)
+    kinds = _layer_seconds(setting, layer)
     head = head_seconds(setting)
     embedding = embedding_seconds(setting)
-    stages = [stage_seconds(x, i, layer.total, head, embedding) for i in extreme_stages(x)]
+    stages = [stage_seconds(x, i, kinds, head, embedding) for i in extreme_stages(x)]
     slowest = functools.reduce(np.maximum, stages)
-    whole = x.layers * layer.total + head + embedding
+    own, dense = kinds
+    whole = (x.layers - x.first_dense) * own + x.first_dense * dense + head + embedding
     p2p = p2p_seconds(setting)
     first, middle, _ = x.stage_layers
-    parameters = np.maximum(first, middle) * x.layer_parameters + x.embedding_parameters
+    layers = np.maximum(first, middle)
+    parameters = layers * x.layer_parameters + x.embedding_parameters
     factor = pressure(setting) * c.pace
     # layers' worth of time that the microbatches take on the slowest stage
     share = m * factor * (slowest / layer.total)
     bubble = (whole - slowest + (x.pp - 1) * p2p) / x.interleaving
-    optimizer = optimizer_seconds(parameters, setting)
-    optimizer = optimizer + offload_seconds(parameters, setting)
+    step = functools.partial(_step_seconds, compute=slowest)
+    data_parallel, optimizer = step(parameters, setting)
+    if np.any(x.experts):
+        held = (layers - np.minimum(x.first_dense, layers - 1)) * x.expert_parameters
+        sums, steps = step(held, setting._replace(columns=x.expert_group()))
+        data_parallel = data_parallel + sums
+        optimizer = optimizer + steps
     if cluster.gpu.kind == "cpu":  # processes that share cores compute while others wait
         steady = m * slowest
         bubble = np.maximum((steady + bubble) / slowdown(setting) - steady, 0)
@@ -245,9 +270,10 @@ def iteration_columns(columns: Columns, cluster: Cluster, constants: Constants) 
         attention=share * layer.attention,
         elementwise=share * (layer.elementwise + layer.overhead),
         tensor_parallel=share * layer.tensor_parallel,
+        expert_parallel=share * layer.expert_parallel,
         pipeline_p2p=m * p2p * factor,
         bubble=np.where(x.pp == 1, 0.0, bubble) * factor,
-        data_parallel=data_parallel_seconds(parameters, setting, slowest) * factor,
+        data_parallel=data_parallel * factor,
         optimizer=optimizer * factor,
     )
 
@@ -263,7 +289,7 @@ def seconds_per_stage(columns: Columns, cluster: Cluster, constants: Constants) 
     first to last.
     """
     setting = Setting(columns, cluster, constants)
-    layer = layer_time(setting).total
+    kinds = _layer_seconds(setting, layer_time(setting))
     head = head_seconds(setting)
     embedding = embedding_seconds(setting)
-    return stage_seconds(columns, np.arange(columns.pp), layer, head, embedding).tolist()
+    return stage_seconds(columns, np.arange(columns.pp), kinds, head, embedding).tolist()

@@ -4,6 +4,7 @@ recomputed.
 
 import functools
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -29,6 +30,7 @@ class LayerTime(Parts):
     attention: Number
     elementwise: Number
     tensor_parallel: Number
+    expert_parallel: Number
     overhead: Number
 
 
@@ -156,7 +158,7 @@ def elementwise_seconds(setting: Setting) -> tuple[Number, Number]:
     """
     x, _, c = setting
     heads = x.query_hidden + 2 * x.kv_hidden + x.qk_layernorm * (x.query_hidden + x.kv_hidden)
-    cut = (4 + 2 * x.gated) * x.ffn / x.hidden + 4 * (heads / x.hidden)
+    cut = (4 + 2 * x.gated) * x.mlp / x.hidden + 4 * (heads / x.hidden)
     moved = np.where(x.sequence_parallel == 1, 22 / x.tp, 22) + cut / x.tp
     bytes_ = c.passes * moved * x.value_bytes / 2 * x.tokens * x.hidden
     forward = memory_seconds(bytes_, setting)
@@ -165,6 +167,73 @@ def elementwise_seconds(setting: Setting) -> tuple[Number, Number]:
     # fp8 and fp4 read and write what they cast
     cast = (x.precision >= FP8) * memory_seconds(4 * x.tokens, setting)
     return forward + cast * inputs, 1.5 * forward + cast * outputs
+
+
+# tokens of an expert at which a grouped product reaches half of what a large one does, by the
+# rates of SimuMax's B200 (docs/b200 of MooreThreads/SimuMax): .20 of the peak at 256 tokens, .46
+# above 1,000
+GROUPED = 350
+# host time of a layer with experts over that of a dense one: the dispatcher's many small kernels,
+# and its waits for counts
+ROUTED = 6
+
+
+class ExpertTime(NamedTuple):
+    """Seconds of the experts of one layer, forward and backward, and of one exchange of tokens."""
+
+    matmul: Number
+    matmul_back: Number
+    elementwise: Number
+    exchange: Number
+
+
+def expert_seconds(setting: Setting) -> ExpertTime:
+    """The experts of a layer: as many products at once as a GPU has experts, each of the tokens that
+    it gets; routing is balanced, as benchmarks force it to be (learned, the worst rank has 1.3 to 2
+    times as many). Copies are made, sorted, weighed and summed: 10 passes over them.
+    """
+    x, cluster, _ = setting
+    held = x.experts / x.ep
+    tokens = x.copies * x.etp
+    each = tokens / held
+    share = each / (each + GROUPED) if cluster.gpu.kind != "cpu" else 1.0
+    seconds = functools.partial(
+        matmul_seconds, setting=setting, batch=held, rate=linear_flops_per_s(setting) * share
+    )
+    forward = 0.0
+    backward = 0.0
+    for n, k in x.expert_matrices:
+        forward = forward + seconds(each, n, k)
+        backward = backward + seconds(each, k, n) + seconds(k, n, each)
+    inside = (4 + 2 * x.gated) * x.expert_ffn / x.etp
+    passes = tokens * (10 * x.hidden + inside) * x.value_bytes / 2
+    return ExpertTime(forward, backward, memory_seconds(passes, setting), exchange_seconds(setting))
+
+
+def exchange_seconds(setting: Setting) -> Number:
+    """Seconds in which the copies of tokens reach the ranks of their experts, or come back.
+
+    What stays in the NVLink domain goes over its bus, the rest over the share that a GPU has of the
+    network. deepep and hybridep send one copy of a token to each node, not to each expert: of n
+    nodes n (1 - (1 - 1/n)^k) have some of k experts. allgather sends all tokens to all ranks. Where
+    several GPUs share an expert each needs the tokens of all.
+    """
+    x, cluster, c = setting
+    domain = cluster.domain
+    size = x.hidden * x.value_bytes
+    span = x.ep * x.etp
+    domains = np.maximum(span / domain, 1)
+    away = 1 - 1 / domains
+    is_single = x.dispatcher >= 2
+    chosen = domains * (1 - away**x.top_k)
+    gathers = x.dispatcher == 1
+    reach = np.where(is_single, chosen, x.top_k)
+    each = np.where(gathers, span, reach) * x.tokens / x.tp * size
+    outside = each * away / (cluster.domain_bytes_per_s / domain * c.network)
+    inside = (x.copies * (1 - 1 / x.ep) * (1 - away) + (x.etp - 1) * x.copies) * size
+    inside = inside / (cluster.node_bytes_per_s * c.node)
+    wait = (x.ep > 1) * (c.skew_s + (domains > 1) * span * cluster.latency_s)
+    return (np.maximum(outside, inside) + wait) * slowdown(setting)
 
 
 def accumulation_seconds(parameters: Number, setting: Setting) -> Number:
@@ -218,18 +287,29 @@ def layer_time(setting: Setting) -> LayerTime:
     linear, linear_back = linear_seconds(setting)
     attention, attention_back = attention_seconds(setting)
     elements, elements_back = elementwise_seconds(setting)
-    gradients = accumulation_seconds(x.layer_parameters, setting)
+    exchange = 0.0
+    if np.any(x.experts):
+        experts = expert_seconds(setting)
+        linear = linear + experts.matmul
+        linear_back = linear_back + experts.matmul_back
+        elements = elements + experts.elementwise
+        elements_back = elements_back + 1.5 * experts.elementwise
+        exchange = experts.exchange * (4 + 2 * whole)
+    gradients = accumulation_seconds(x.layer_parameters + x.expert_parameters, setting)
     messages = (4 + 2 * whole + operators) * (1 - c.overlap * x.overlap_tp)
+    # experts replace the half of them that is the MLP's
+    messages = messages / (1 + (x.experts > 0))
     parts = {
         "matmul": linear * (1 + whole + operators / 2) + linear_back,
         "attention": attention * (1 + whole + core) + attention_back,
         "elementwise": elements * (1 + again) + elements_back + gradients,
         "tensor_parallel": all_reduce_seconds(setting) * messages,
+        "expert_parallel": exchange,
     }
     # collectives and their hooks, of tensor parallelism or of ZeRO-3, are launched, too: a quarter
     # more each, guessed
     collectives = 1 + 0.25 * (x.tp > 1) + 0.25 * (x.zero == 3)
-    launched = c.host_s * (3 + again) / 4 * collectives
+    launched = c.host_s * (3 + again) / 4 * collectives * np.where(x.experts > 0, ROUTED, 1)
     host = 0.0
     if cluster.gpu.kind != "cpu":
         host = np.maximum(launched - sum(parts.values()), 0)

@@ -203,8 +203,13 @@ def _row(cells: Mapping[str, str], machine: Cluster, file: str) -> MeasuredRow:
     product = chosen.get("cp", 1) * chosen["tp"] * chosen["pp"] * chosen["dp"]
     gpus = values.get("gpus", product)
     require(gpus == product, "gpus", gpus, f"unlike tp x cp x pp x dp = {product}")
-    experts = values.get("ep", "1")
-    require(experts == "1", "ep", experts, "mixtures of experts are not predicted")
+    words = shipped_json("row_columns")
+    for column, rule in words["refused"].items():
+        usual, _, reason = rule.partition(": ")
+        require(cells.get(column, usual) == usual, column, cells.get(column), reason)
+    if "dispatcher" in chosen:
+        word = chosen["dispatcher"]
+        chosen["dispatcher"] = words["dispatchers"].get(word, word)
     gpu = values.get("gpu", "")
     is_its_card = card_words(gpu) <= card_words(machine.gpu.name)
     require(is_its_card, "gpu", gpu, f"{machine.name} has {machine.gpu.name}")

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from collections.abc import Callable
 
 import numpy as np
 
@@ -203,7 +204,8 @@ def activation_bytes_per_layer(columns: Columns, constants: MemoryConstants = DE
     joined; Transformer Engine has a ring. operators: the layer's input, attention's output and
     every second matmul's, of q, k, v, o, in, gate, out; with sequence parallelism what was
     reduced, too
-    (torchtitan 2025, `_op_sac_save_list` of its llama3).
+    (torchtitan 2025, `_op_sac_save_list` of its llama3). Experts keep a copy of each token that
+    they got, and of it the channels of an MLP; routing is balanced.
     """
     x = columns
     c = constants
@@ -222,15 +224,17 @@ def activation_bytes_per_layer(columns: Columns, constants: MemoryConstants = DE
     shares = (x.cp > 1) * c.whole * np.where(is_ring, 0, 1)
     normed = (2 + 4 * c.unfused) * x.qk_layernorm * (queries + x.kv_hidden) / h
     attention = (4 + 2 * shares + fp8) * queries / h + 4 * keys / h * (1 + shares * (x.cp - 1))
-    shared = attention + normed + (4 - fp8 + gate * x.gated) * x.ffn / h
+    inner = 4 - fp8 + gate * x.gated
+    shared = attention + normed + inner * x.mlp / h
     is_copied = is_selective * (x.kv_heads < x.heads) * (1 - x.qk_layernorm)
     shared = shared + 2 * is_copied * queries / h
     stores = ((x.recompute == NONE) | (x.recompute == BLOCK)) * x.attention
     each = c.scores + 4 * c.unfused * np.maximum(x.gated, x.alibi)
     scores = stores * each * x.heads * x.seq * x.tokens / x.tp
-    every = sbh * ((8 - 2 * fp8 + norms) / cut + shared / x.tp) + scores
-    inner = 2 * queries / h + x.kv_hidden / h + x.ffn / h
-    some = (1 + 2 * (cut > 1)) / cut + inner / x.tp + x.gated
+    sent = (x.experts > 0) * x.copies * (2 * h * x.etp + inner * x.expert_ffn)
+    every = sbh * ((8 - 2 * fp8 + norms) / cut + shared / x.tp) + scores + sent
+    saved = 2 * queries / h + x.kv_hidden / h + x.mlp / h
+    some = (1 + 2 * (cut > 1)) / cut + saved / x.tp + x.gated
     every = np.where(x.recompute == OPERATORS, 2 * sbh * some, every)
     return (every * (1 - x.recomputed) + 2 * sbh / cut * x.recomputed) * x.value_bytes / 2
 
@@ -273,23 +277,72 @@ def stage_layers_at(columns: Columns, stage: Number) -> Number:
     return np.where(stage == 0, first, inner)
 
 
+def dense_layers_at(columns: Columns, stage: Number) -> Number:
+    """Layers without experts of stage `stage`, of a model that has experts in those behind them.
+    One chunk of a stage stands behind the other, as without interleaving.
+    """
+    x = columns
+    first, middle, last = x.stage_layers
+    before = (stage > 0) * (first + (stage - 1) * middle)
+    before = np.where((stage == x.pp - 1) & (x.pp > 1), x.layers - last, before)
+    return np.clip(x.first_dense - before, 0, stage_layers_at(x, stage))
+
+
+def layer_kinds(columns: Columns, of_layer: Callable[[Columns], Number]) -> tuple[Number, Number]:
+    """What a layer with experts has, and one without; the same where all layers are alike."""
+    own = of_layer(columns)
+    if not np.any(columns.first_dense):
+        return own, own
+    return own, of_layer(columns.dense())
+
+
+def over_layers(columns: Columns, stage: Number, kinds: tuple[Number, Number]) -> Number:
+    """The sum over the layers of the stage of what each kind has."""
+    own, dense = kinds
+    layers = stage_layers_at(columns, stage)
+    if dense is own:
+        return layers * own
+    first = dense_layers_at(columns, stage)
+    return first * dense + (layers - first) * own
+
+
+def expert_parameters(columns: Columns, stage: Number) -> Number:
+    """Parameters of the experts that one GPU of the stage holds."""
+    return over_layers(columns, stage, layer_kinds(columns, lambda x: x.expert_parameters))
+
+
 def stage_parameters(columns: Columns, stage: Number) -> Number:
-    """Parameters one GPU of the stage holds: a tied embedding stands on the first and the last
-    stage.
+    """Parameters one GPU of the stage holds, but for experts: a tied embedding stands on the first
+    and the last stage.
     """
     x = columns
     embedding = x.embedding_parameters
     norm = 2 * x.hidden * x.embedding_layernorm  # BLOOM's of the embedding
     at_start = embedding + (x.positions * x.hidden + norm)
     at_end = x.norm_values + embedding * np.where(x.pp == 1, x.untied, 1)
-    layers = stage_layers_at(x, stage) * x.layer_parameters
+    layers = over_layers(x, stage, layer_kinds(x, lambda x: x.layer_parameters))
     return layers + (stage == 0) * at_start + (stage == x.pp - 1) * at_end
 
 
 def model_states(
     columns: Columns, stage: Number, constants: MemoryConstants
 ) -> tuple[Number, Number, Number]:
-    """Bytes of weights, gradients and optimizer of one GPU, before any offload.
+    """Bytes of weights, gradients and optimizer of one GPU, before any offload; those of experts are
+    divided by the ranks that hold the same.
+    """
+    x = columns
+    plain = _states(x, stage_parameters(x, stage), constants)
+    if not np.any(x.experts):
+        return plain
+    experts = _states(x.expert_group(), expert_parameters(x, stage), constants)
+    weights, gradients, optimizer = (a + b for a, b in zip(plain, experts, strict=True))
+    return weights, gradients, optimizer
+
+
+def _states(
+    columns: Columns, parameters: Number, constants: MemoryConstants
+) -> tuple[Number, Number, Number]:
+    """Bytes of weights, gradients and optimizer of so many parameters.
 
     Per parameter: 16-bit 2 + 2 + optimizer (2 + 2 + 14 without ZeRO), fp32 4 + 4 + 8. ZeRO stage 1
     divides the optimizer by dp, 2 the gradients too, 3 the weights too: Rajbhandari et al. 2020,
@@ -297,7 +350,6 @@ def model_states(
     """
     x = columns
     c = constants
-    parameters = stage_parameters(x, stage)
     is_wide = x.precision == FP32
     # FSDP inside a pipeline has weights and gradients whole between microbatches (torchtitan:
     # reshard_after_forward)
@@ -343,12 +395,13 @@ def stage_memory(
     c = constants
     is_cpu = cluster.gpu.kind == "cpu"
     weights, gradients, optimizer = model_states(x, stage, c)
-    unit = np.maximum(x.layer_parameters, x.embedding_parameters)
+    unit = np.maximum(x.layer_parameters + x.expert_parameters, x.embedding_parameters)
     gathered = ((x.zero == 3) & (x.pp == 1)) * c.gathered * unit * x.value_bytes / 2
-    kept = activation_bytes_per_layer(x, c)
+    kinds = layer_kinds(x, lambda x: activation_bytes_per_layer(x, c))
+    kept = over_layers(x, stage, kinds)
     if not is_cpu:
         kept = kept * np.where(x.recompute == FULL, c.checkpoint, 1) * (x.offload_checkpoints == 0)
-    kept = stage_layers_at(x, stage) * kept + c.ends * end_bytes(x, stage, c)
+    kept = kept + c.ends * end_bytes(x, stage, c)
     # ALiBi's mask, which the engine keeps for all layers (engine/model/gpt.py); a flash kernel of
     # another stack makes it on the way
     has_mask = x.alibi * np.maximum(c.ends, x.attention)
@@ -380,7 +433,8 @@ def host_bytes(columns: Columns, stage: Number, constants: MemoryConstants = DEF
     """
     x = columns
     weights, _, optimizer = model_states(x, stage, constants)
-    inputs = stage_layers_at(x, stage) * in_flight(x, stage) * activation_bytes_per_layer(x) / x.tp
+    kept = over_layers(x, stage, layer_kinds(x, activation_bytes_per_layer))
+    inputs = kept * in_flight(x, stage) / x.tp
     away = (x.offload > 0) * optimizer + (x.offload == 2) * weights
     return away + x.offload_checkpoints * inputs
 

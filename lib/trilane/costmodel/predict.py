@@ -195,10 +195,19 @@ def _row_numbers(
     return predict_rows([row], calibration or "")[0].numbers
 
 
-def half_width(case: Configuration, known: Calibration, nearest: Support) -> float:
+# of 76 public rows of mixtures of experts, none of them fitted: what they add to an interval, and
+# how often over the exchange of tokens between NVLink domains takes what is predicted
+UNROUTED = 0.25
+EXCHANGED = 4
+
+
+def half_width(
+    case: Configuration, known: Calibration, nearest: Support, time: IterationTime
+) -> float:
     """Half-width of the 90 % interval of ln(seconds), of every prediction: what rows showed that
     were left out of the fit; without any what the posterior of the constants leaves open. Either
-    widens with the distance from measured rows of the same software, or from those of one's own.
+    widens with the distance from measured rows of the same software, or from those of one's own,
+    and for experts, whose dispatcher and routing differ from run to run.
     """
     width = known.half_width
     is_card = case.cluster.gpu.kind == "cuda"
@@ -207,6 +216,10 @@ def half_width(case: Configuration, known: Calibration, nearest: Support) -> flo
         width = max(width, posterior_width(case, known))
     if is_card or known.own:  # no shipped row is near to a core
         width = math.hypot(width, nearest.widening)
+    if case.shape.experts:
+        leaves = case.topology.ep * case.topology.etp > case.cluster.domain
+        exchanged = leaves * time.expert_parallel / time.total
+        width = math.hypot(width, UNROUTED, math.log1p(EXCHANGED * exchanged))
     return width
 
 
@@ -242,7 +255,7 @@ def predict_case(
     stages = memory_per_stage(columns, case.cluster, memory)
     fullest = max(stage.total for stage in stages)
     nearest = support(case, known, time.total)
-    width = half_width(case, known, nearest)
+    width = half_width(case, known, nearest, time)
     return Prediction(
         sec_per_it=time.total,
         sec_lo=time.total / math.exp(width),

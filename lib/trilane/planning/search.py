@@ -39,7 +39,7 @@ MEMORY_RULE = "memory must fit the card"
 
 class Row(NamedTuple):
     """One topology that can run, with the seconds of an iteration: a place in the numbers of its
-    tp x pp x dp x cp.
+    tp x pp x dp x cp x ep.
     """
 
     seconds: float
@@ -50,7 +50,7 @@ class Row(NamedTuple):
     @property
     def lane(self) -> tuple[int, ...]:
         """tp, pp and GPUs."""
-        return *self.sizes[:2], math.prod(self.sizes)
+        return *self.sizes[:2], math.prod(self.sizes[:4])
 
     def topology(self, fixed: Topology) -> Topology:
         """The topology itself: a word is its place among the choices, as in Columns."""
@@ -96,14 +96,14 @@ class _Search:
         self.runnable = 0
 
     def block(self, sizes: ParallelSizes) -> dict[str, np.ndarray]:
-        """What no rule refuses of one tp x pp x dp x cp, as numbers of Columns, (R,); the refused
+        """What no rule refuses of one tp x pp x dp x cp x ep, as numbers of Columns, (R,); the refused
         are counted under the first rule that they break.
         """
-        tp, pp, dp, cp = sizes
+        tp, pp, dp, cp, _ = sizes
         mbs = self.space.batches(dp)
         points = self.points(self.shape, pp, tp > 1, dp * cp > 1, self.cluster.gpu.kind == "cuda")
         t: Any = SimpleNamespace(**vars(self.fixed) | points.values)
-        vars(t).update(zip(SIZES, sizes, strict=True), mbs=mbs, gpus=math.prod(sizes))
+        vars(t).update(zip(SIZES, sizes, strict=True), mbs=mbs, gpus=math.prod(sizes[:4]))
         # a remainder of floats takes four times as long
         t.microbatches = (t.gbs / (mbs * dp)).astype(np.int32)
         keep = np.full((len(points.rows), len(mbs)), True)
