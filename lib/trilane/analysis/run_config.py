@@ -159,7 +159,7 @@ def _shape(log: RunLog) -> ModelShape | None:
     """
     given = log.arguments
     names = ("num_layers", "hidden_size", "num_attention_heads", "seq_length")
-    sizes = {name: whole(log, name) for name in names}
+    sizes: dict[str, Any] = {name: whole(log, name) for name in names}
     vocabulary = whole(log, "padded_vocab_size")
     if not vocabulary and whole(log, "vocab_size"):
         tp = whole(log, *NAMES["tp"]) or 1

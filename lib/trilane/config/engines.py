@@ -200,6 +200,7 @@ def _rules(engine: str, shape: ModelShape, t: Any) -> Rules:
         for holds, field, rule in nearest_family(shape).rules(shape):
             yield holds, field, f"trains models of transformers: {rule}"
     yield t.precision != "fp4", "precision", "has no 4-bit products"
+    yield not shape.qk_norm_whole, "qk_norm_whole", "norms queries and keys head by head"
     by_layers = t.recompute != "operators"
     yield by_layers, "recompute", "recomputes whole layers, or attention's core"
     yield not t.offload_checkpoints, "offload_checkpoints", "keeps them on the card"

@@ -11,7 +11,7 @@ from trilane.utils.validation import is_count, parse_integers, require, require_
 
 GATED = ("swiglu", "geglu")
 # fields of a mixture of experts, which a dense model leaves as they are
-MIXTURE = ("top_k", "expert_ffn", "shared_experts", "shared_ffn", "shared_gate", "first_dense")
+MIXTURE: tuple[str, ...] = ("top_k", "expert_ffn", "shared_experts", "shared_ffn", "shared_gate", "first_dense")
 MIXTURE += ("router_pre_softmax", "router_scaling", "aux_loss")
 
 
@@ -95,6 +95,7 @@ class ModelShape(Record):
     qk_layernorm: bool = option(
         False, "a norm of each head's queries, and one of its keys", megatron="qk-layernorm"
     )
+    qk_norm_whole: bool = option(False, "one such norm for all heads, as OLMoE has")
     no_rope_freq: int = option(
         0,
         "every so manieth layer has no rotary positions (SmolLM3: 4); 0: all have; changes no size",
@@ -143,7 +144,7 @@ class ModelShape(Record):
             object.__setattr__(self, "num_key_value_heads", None)
         if self.query_channels == self.hidden_size:
             object.__setattr__(self, "kv_channels", None)
-        if self.ffn_hidden_size == self._usual_ffn:
+        if self.ffn_hidden_size == self._usual_ffn or self.expert_layers == self.num_layers:
             object.__setattr__(self, "ffn_hidden_size", None)
 
     def rules(self) -> Rules:
@@ -161,6 +162,8 @@ class ModelShape(Record):
         rule = "leaves rotary positions out, and must divide num_layers"
         is_whole = is_rotary and self.num_layers % max(self.no_rope_freq, 1) == 0
         yield is_whole or not self.no_rope_freq, "no_rope_freq", rule
+        is_normed = self.qk_layernorm or not self.qk_norm_whole
+        yield is_normed, "qk_norm_whole", "needs qk_layernorm"
         yield self.experts != 1, "experts", "must be 0, which is dense, or above 1"
         if self.experts:
             rule = f"must be 1 to experts={self.experts}"
@@ -262,7 +265,10 @@ class ModelShape(Record):
         """Parameters inside a layer's attention and MLP that every rank holds whole: norms of
         queries and keys, and the two of xIELU.
         """
-        norms = 2 * self.norm_parameters // self.hidden_size * self.head_dim
+        heads = 2
+        if self.qk_norm_whole:
+            heads = self.num_attention_heads + self.kv_heads
+        norms = heads * self.norm_parameters // self.hidden_size * self.head_dim
         return self.qk_layernorm * norms + 2 * (self.activation == "xielu")
 
     def mlp_biases(self, mlps: int, channels: int) -> int:

@@ -30,7 +30,7 @@ def read_shape(text: str | ModelShape, *, seq_length: int = 0) -> ModelShape:
 
     `seq_length` above 0 takes the place of the one that it has. The vocabulary of five numbers and
     of a config.json is padded to a multiple of 128, as Megatron does; a file of trilane has rows
-    that are padded already. Raises ValueError for what is no shape of a dense decoder.
+    that are padded already. Raises ValueError for what is no shape of a decoder.
     """
     shape = text if isinstance(text, ModelShape) else _named_shape(text, seq_length)
     return dataclasses.replace(shape, seq_length=seq_length or shape.seq_length)
@@ -52,14 +52,15 @@ def shape_of_config(values: Mapping[str, Any], seq_length: int = 0) -> ModelShap
     the longest it has. Left out: what a type has beside it, such as OPT's two further positions and
     Granite's multipliers of values, which change no size.
 
-    Raises ValueError with the name of the key or field for a type that is not known, for experts,
-    latent attention, layers of other kinds, attention beside the MLP, and windows shorter than the
-    sequence.
+    Raises ValueError with the name of the key or field for a type that is not known, for latent
+    attention, layers of other kinds, attention beside the MLP, and windows shorter than the
+    sequence. Left out: the loss that balances experts, which transformers adds only where asked.
     """
     tables = shipped_json("huggingface")
     kind = str(values["model_type"])
     usual = {**tables["usual"], **tables["configs"].get(kind, {})}
-    for key, default, wanted, rule in [*tables["needs"], *usual["needs"]]:
+    dense = [] if "experts" in usual["keys"] else tables["dense"]
+    for key, default, wanted, rule in [*tables["needs"], *dense, *usual["needs"]]:
         value = values.get(key, default)
         each = value if isinstance(value, list) else [value]
         for one in each:
@@ -73,12 +74,14 @@ def shape_of_config(values: Mapping[str, Any], seq_length: int = 0) -> ModelShap
 
     names = {field.name for field in dataclasses.fields(ModelShape)}
     given = {name: value for name, value in usual.items() if name in names}
-    for name, keys in tables["keys"].items():
+    for name, keys in {**tables["keys"], **usual["keys"]}.items():
         for key in keys:
             if values.get(key) is not None:
                 given[name] = values[key]
     if seq_length:
         given["seq_length"] = seq_length
+    if values.get("norm_topk_prob"):
+        given["router_pre_softmax"] = False
     activations = tables["gated" if usual["gated"] else "activations"]
     require_known("activation", str(given["activation"]), activations)
     given["activation"] = activations[given["activation"]]
