@@ -94,7 +94,23 @@ KINDS = [
     replace(SHAPE, activation="squared-relu", positions="rotary"),
     replace(SHAPE, activation="gelu-tanh"),
 ]
-PLANS = [plan(topology) for topology in TOPOLOGIES] + [plan({}, shape=shape) for shape in KINDS]
+EXPERTS = replace(LLAMA, no_rope_freq=0, ffn_hidden_size=None, experts=8, top_k=2, expert_ffn=96)
+WITH_EXPERTS = [
+    plan({"dp": 4, "gbs": 4, "ep": 4}, shape=EXPERTS),
+    plan(
+        {"tp": 2, "sequence_parallel": True, "ep": 2, "etp": 1, "dispatcher": "deepep"},
+        shape=replace(EXPERTS, first_dense=2, shared_experts=1, shared_ffn=64, shared_gate=True),
+    ),
+    plan(
+        {"tp": 2, "sequence_parallel": True, "etp": 2, "dispatcher": "allgather"},
+        shape=replace(EXPERTS, router_pre_softmax=True, router_scaling=2.5, aux_loss=0.01),
+    ),
+]
+PLANS = (
+    WITH_EXPERTS
+    + [plan(topology) for topology in TOPOLOGIES]
+    + [plan({}, shape=shape) for shape in KINDS]
+)
 
 
 @pytest.mark.parametrize("plain", PLANS)
@@ -260,7 +276,7 @@ CANNOT_BE_READ = [  # an argument of GOOD, what stands in its place, the message
     (GOOD, BLOCK * 2, "arguments=2 blocks: must be one"),
     (GOOD, BLOCK[:800], "arguments=1 blocks: must be one"),
     ("", "--use-megatron-fsdp", "--use-megatron-fsdp=yes: a plan shards"),
-    ("", "--num-experts 8", "--num-experts=8: a plan has one MLP a layer, no experts"),
+    ("", "--num-experts 8 --moe-layer-freq 2", "--moe-layer-freq=2: a plan has dense layers in"),
     ("", "--rampup-batch-size 16 x", "--rampup-batch-size=16 x: must be START INCREMENT SAMPLES"),
     (
         "--tensor-model-parallel-size 2",

@@ -40,6 +40,7 @@ COUNT = 200
 WSD: dict[str, Any] = {"decay_style": "WSD", "wsd_decay_samples": 90}
 LLAMA: dict[str, Any] = {"activation": "swiglu", "normalization": "rmsnorm", "biases": "none"}
 LLAMA |= {"positions": "rotary", "tied_embeddings": False}
+EXPERTS: dict[str, Any] = {"experts": 8, "top_k": 2, "expert_ffn": 512}
 SHAPES: dict[str, dict[str, Any]] = {
     "GPT-2": {},
     "its published GELU": {"activation": "gelu-tanh"},
@@ -49,6 +50,11 @@ SHAPES: dict[str, dict[str, Any]] = {
     "shared keys": LLAMA | {"num_key_value_heads": 8, "ffn_hidden_size": 3584, "rotary_base": 5e5},
     "Qwen": LLAMA | {"biases": "qkv", "num_key_value_heads": 2, "norm_epsilon": 1e-6},
     "a gate of 4 h": LLAMA | {"ffn_hidden_size": 4096},
+    "experts": LLAMA | EXPERTS,
+    "dense layers in front": LLAMA
+    | EXPERTS
+    | {"first_dense": 2, "shared_experts": 1, "shared_ffn": 512, "ffn_hidden_size": 4096}
+    | {"shared_gate": True, "aux_loss": 0.01, "router_pre_softmax": True},
 }
 SAME = (
     "num_layers",
@@ -102,6 +108,12 @@ def drawn(draw: random.Random, number: int) -> Plan:
     elif t["pp"] == 4:
         t["first_stage_layers"] = t["last_stage_layers"] = t["interleaving"]
         layers = layers // 2 + 2 * t["interleaving"]
+    kind = draw.choice([*SHAPES])
+    if "experts" in SHAPES[kind]:
+        t["sequence_parallel"] = t["tp"] > 1
+        t["ep"] = draw.choice((1, 2))
+        t["etp"] = draw.choice((1, t["tp"]))
+        t["dispatcher"] = draw.choice(("alltoall", "allgather"))
     run = Run(
         train_iters=400,
         seed=number,
@@ -119,7 +131,7 @@ def drawn(draw: random.Random, number: int) -> Plan:
         num_attention_heads=16,
         seq_length=draw.choice((1024, 4096)),
         vocab_size=draw.choice((51200, 32768)),
-        **SHAPES[draw.choice([*SHAPES])],
+        **SHAPES[kind],
     )
     return Plan(
         label="read",
@@ -253,10 +265,33 @@ def meaning(plan: Plan) -> dict[str, Any]:
     }
 
 
+def meaning_of_experts(plan: Plan) -> dict[str, Any]:
+    """What is of a mixture of experts."""
+    s, t = plan.shape, plan.topology
+    layers = [0] * s.first_dense + [1] * s.expert_layers
+    return {
+        "num_experts": s.experts,
+        "moe_router_topk": s.top_k,
+        "moe_ffn_hidden_size": s.expert_ffn,
+        "moe_shared_expert_intermediate_size": s.shared_channels or None,
+        "moe_shared_expert_gate": s.shared_gate,
+        "moe_layer_freq": layers if s.first_dense else 1,
+        "moe_router_pre_softmax": s.router_pre_softmax,
+        "moe_router_load_balancing_type": "aux_loss" if s.aux_loss else "none",
+        "moe_aux_loss_coeff": s.aux_loss,
+        "moe_token_dispatcher_type": t.dispatcher,
+        "expert_model_parallel_size": t.ep,
+        "expert_tensor_parallel_size": t.etp,
+    }
+
+
 def misunderstood(args: Namespace, plan: Plan) -> dict[str, tuple[Any, Any]]:
     """What of the plan is something else among the arguments: the program's value, the plan's."""
     given = vars(args) | {"split": args.split.replace(" ", "")}
-    pairs = {name: (given[name], value) for name, value in meaning(plan).items()}
+    wanted = meaning(plan)
+    if plan.shape.experts:
+        wanted |= meaning_of_experts(plan)
+    pairs = {name: (given[name], value) for name, value in wanted.items()}
     return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
 
 

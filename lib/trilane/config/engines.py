@@ -17,7 +17,7 @@ import numpy as np
 from trilane.config.cluster import Cluster
 from trilane.config.model import ModelShape
 from trilane.config.options import Rules, first_broken
-from trilane.config.parallelism import RECOMPUTE, Topology
+from trilane.config.parallelism import RECOMPUTE, SINGLE, Topology
 from trilane.config.shapes import nearest_family
 from trilane.utils.validation import require, shipped_json
 
@@ -158,6 +158,9 @@ def require_trainable(topology: Topology, fused: str = "auto") -> None:
     rule = "is not installed here; precision fp8, overlap_tp and run.fused te need it"
     te = "transformer-engine"
     require(not needs_te or release(te) is not None, te, "missing", rule)
+    rule = f"is not installed here; dispatcher {topology.dispatcher} needs it"
+    has_single = topology.dispatcher not in SINGLE or find_spec("deep_ep") is not None
+    require(has_single, "deep_ep", "missing", rule)
     for package, *limits in shipped_json("releases")["beside_megatron"]:
         since, before, first, end = map(tuple, limits)
         installed = release(package)
@@ -255,6 +258,5 @@ def _megatron_rules(shape: ModelShape, t: Any) -> Rules:
         is_whole = t.tp == 1 or t.ep * t.etp > 1
         yield is_whole, "etp", "trains a mixture with tp above 1 by etp or ep above 1"
         yield t.precision != "fp8", "precision", "has no fp8 experts"
-        yield t.dispatcher == "alltoall", "dispatcher", "exchanges tokens by alltoall"
     yield t.zero <= 1, "zero", "has ZeRO stage 0 and 1 (its distributed optimizer)"
     yield t.offload == "none", "offload", "does not offload"

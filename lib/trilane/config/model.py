@@ -11,7 +11,14 @@ from trilane.utils.validation import is_count, parse_integers, require, require_
 
 GATED = ("swiglu", "geglu")
 # fields of a mixture of experts, which a dense model leaves as they are
-MIXTURE: tuple[str, ...] = ("top_k", "expert_ffn", "shared_experts", "shared_ffn", "shared_gate", "first_dense")
+MIXTURE: tuple[str, ...] = (
+    "top_k",
+    "expert_ffn",
+    "shared_experts",
+    "shared_ffn",
+    "shared_gate",
+    "first_dense",
+)
 MIXTURE += ("router_pre_softmax", "router_scaling", "aux_loss")
 
 

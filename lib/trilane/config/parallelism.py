@@ -31,7 +31,8 @@ def _words(help: str, choices: tuple[str, ...], **facts: Any) -> Any:
 RECOMPUTE = ("none", "selective", "full", "operators", "block")
 PARTITION = ("uniform", "type:transformer|embedding")
 OFFLOAD = ("none", "optimizer", "full")
-DISPATCHERS = ("alltoall", "allgather", "deepep", "hybridep")
+SINGLE = ("deepep", "hybridep")  # dispatchers that send a token once to each node
+DISPATCHERS = ("alltoall", "allgather", *SINGLE)
 
 
 @frozen

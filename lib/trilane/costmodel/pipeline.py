@@ -69,7 +69,8 @@ def pipeline_schedule(topology: Topology, prediction: Prediction) -> PipelineSch
     m = topology.microbatches
     time = prediction.time
     # parts inside a pass, of a microbatch on the slowest stage
-    computed = (time.matmul + time.attention + time.elementwise + time.tensor_parallel) / m
+    parts = (time.matmul, time.attention, time.elementwise, time.tensor_parallel)
+    computed = sum(parts, time.expert_parallel) / m
     scale = computed / max(prediction.stage_seconds)  # what the pressure on the card's memory adds
     sent = time.pipeline_p2p / m
     stages = [seconds * scale + sent for seconds in prediction.stage_seconds]

@@ -11,13 +11,15 @@ from dataclasses import fields
 from typing import Any
 
 from trilane.config.engines import unsupported_reason
-from trilane.config.model import ModelShape
+from trilane.config.model import MIXTURE, ModelShape
 from trilane.config.options import Rules, first_broken
+from trilane.config.parallelism import SINGLE, Topology
 from trilane.config.plan import Plan
 from trilane.utils.validation import require, shipped_json
 
 Arguments = dict[str, list[str]]  # name without leading dashes -> values; empty for a switch
-USUAL = ("decay_samples", "wsd_decay_style", "wsd_decay_samples")  # fields with its own defaults
+# fields with its own defaults
+USUAL = ("decay_samples", "wsd_decay_style", "wsd_decay_samples", "experts", *MIXTURE)
 
 
 def known_arguments() -> dict[str, Any]:
@@ -140,6 +142,8 @@ def _of_plan(plan: Plan) -> dict[str, Any]:
     if shape.num_key_value_heads is not None:
         values["group-query-attention"] = True
         values["num-query-groups"] = shape.kv_heads
+    if shape.experts:
+        values |= _of_experts(shape, topology)
     if plan.data.tokenizer == "bytes":
         values["tokenizer-type"] = "NullTokenizer"
         # ids of our tokenizer "bytes"; from core 0.18 on NullTokenizer ends a document by the last
@@ -148,6 +152,26 @@ def _of_plan(plan: Plan) -> dict[str, Any]:
     else:
         values["tokenizer-type"] = "HuggingFaceTokenizer"
         values["tokenizer-model"] = plan.data.tokenizer
+    return values
+
+
+def _of_experts(shape: ModelShape, topology: Topology) -> dict[str, Any]:
+    """What a mixture of experts has in another form; its defaults are tp GPUs an expert, two experts
+    a token and a balancing loss.
+    """
+    values: dict[str, Any] = {
+        "expert-tensor-parallel-size": topology.etp,
+        "moe-shared-expert-intermediate-size": shape.shared_channels or False,
+        "moe-router-load-balancing-type": "aux_loss" if shape.aux_loss else "none",
+        "moe-router-topk": shape.top_k,
+        "moe-token-dispatcher-type": topology.dispatcher,
+    }
+    if shape.first_dense:
+        layers = f"([0]*{shape.first_dense}+[1]*{shape.expert_layers})"
+        values["moe-layer-freq"] = layers
+    if topology.dispatcher in SINGLE:
+        values["moe-token-dispatcher-type"] = "flex"
+        values["moe-flex-dispatcher-backend"] = topology.dispatcher
     return values
 
 

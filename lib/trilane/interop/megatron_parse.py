@@ -3,14 +3,15 @@ cannot represent.
 """
 
 import math
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, fields, replace
 from typing import Any, TypeVar
 
 from trilane.config.batch_rampup import Ramp, parse_ramp
 from trilane.config.cluster import Cluster
-from trilane.config.model import GATED, ModelShape, padded_vocab_size
-from trilane.config.parallelism import Topology
+from trilane.config.model import GATED, MIXTURE, ModelShape, padded_vocab_size
+from trilane.config.parallelism import DISPATCHERS, Topology
 from trilane.config.plan import Plan
 from trilane.config.training import Data, Dropout, Optimizer, Part, Run
 from trilane.interop.megatron_args import Arguments, known_arguments
@@ -184,7 +185,8 @@ def _shape(given: Given, vocab_size: int) -> ModelShape:
     """The shape. Both programs' names are read, and those of Microsoft's fork of Megatron-DeepSpeed
     (Llama scripts).
     """
-    sizes = given.fields(ModelShape)
+    sizes = given.fields(ModelShape, {"top_k": 2})
+    sizes |= _experts(given, sizes)
     normalization = given.get("normalization", str, "LayerNorm").lower()
     require_known("--normalization", normalization, ("layernorm", "rmsnorm"))
     gate = given.get("glu_activation", str, "gelu")
@@ -217,6 +219,33 @@ def _shape(given: Given, vocab_size: int) -> ModelShape:
         kv_channels=given.get("kv_channels", int, 0) or None,
         no_rope_freq=given.get("no_rope_freq", int, 0),
     )
+
+
+def _experts(given: Given, sizes: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a mixture of experts; one expert is a dense model. Layers in front may be dense,
+    as in "([0]*3+[1]*58)".
+    """
+    words = ("layer_freq", "router_load_balancing_type", "shared_expert_intermediate_size")
+    given.read |= {f"moe_{word}" for word in words}
+    if sizes["experts"] < 2:
+        return dict.fromkeys(sizes.keys() & {"experts", *MIXTURE}, 0) | {"router_scaling": 1.0}
+    layers = given.get("moe_layer_freq", str, "1").replace(" ", "")
+    found = re.fullmatch(r"1|\(?\[0\]\*(\d+)\+\[1\]\*(\d+)\)?", layers)
+    rule = "a plan has dense layers in front alone, ([0]*N+[1]*M)"
+    is_whole = found and (layers == "1" or int(found[1]) + int(found[2]) == sizes["num_layers"])
+    require(bool(is_whole), "--moe-layer-freq", layers, rule)
+    balancing = given.get("moe_router_load_balancing_type", str, "aux_loss")
+    rule = "a plan has aux_loss or none"
+    require(balancing in ("aux_loss", "none"), "--moe-router-load-balancing-type", balancing, rule)
+    shared = given.get("moe_shared_expert_intermediate_size", int, 0)
+    own = given.get("ffn_hidden_size", int, 4 * sizes["hidden_size"])
+    return {
+        "expert_ffn": sizes["expert_ffn"] or own,
+        "shared_experts": int(shared > 0),
+        "shared_ffn": shared,
+        "first_dense": int(found[1] or 0) if found else 0,
+        "aux_loss": sizes["aux_loss"] if balancing == "aux_loss" else 0.0,
+    }
 
 
 def _activation(given: Given, gate: str) -> str:
@@ -291,6 +320,11 @@ def _topology(given: Given, is_fork: bool, gpus: int) -> Topology:
         sizes["interleaving"] = layers // (each * pp)
     sizes["gbs"] = sizes["gbs"] or sizes["mbs"] * dp
     sizes["sequence_parallel"] &= tp > 1  # Megatron-LM drops it without tp, too
+    if given.get("num_experts", int, 0) > 1:
+        sizes["etp"] = given.get("expert_tensor_parallel_size", int, tp)
+        sizes["dispatcher"] = _dispatcher(given)
+    else:
+        sizes["ep"] = 1
     sums_in_fp32 = given.has("accumulate_allreduce_grads_in_fp32") or precision in ("bf16", "fp8")
     return Topology(
         **sizes,
@@ -302,6 +336,14 @@ def _topology(given: Given, is_fork: bool, gpus: int) -> Topology:
         precision=precision,
         fp32_gradients=sums_in_fp32 and precision != "fp32",
     )
+
+
+def _dispatcher(given: Given) -> str:
+    word = given.get("moe_token_dispatcher_type", str, "allgather")
+    if word == "flex":
+        word = given.get("moe_flex_dispatcher_backend", str, "deepep")
+    require_known("--moe-token-dispatcher-type", word, DISPATCHERS)
+    return word
 
 
 def _recompute(given: Given, is_fork: bool) -> dict[str, Any]:

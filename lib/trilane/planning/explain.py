@@ -29,7 +29,8 @@ def explain(plan: Plan | Path | str, calibration: Calibration | str | None = Non
     parts = vars(p.time)
     largest = sorted(parts, key=parts.__getitem__, reverse=True)[:3]
     shares = [f"{name.replace('_', ' ')} {parts[name] / p.time.total:.0%}" for name in largest]
-    sent = (p.time.tensor_parallel + p.time.pipeline_p2p + p.time.data_parallel) / p.time.total
+    sending = ("tensor_parallel", "expert_parallel", "pipeline_p2p", "data_parallel")
+    sent = sum(parts[name] for name in sending) / p.time.total
     stage = max(p.stages, key=lambda stage: stage.total)
     kinds = vars(stage)
     kind = max(kinds, key=kinds.__getitem__)
