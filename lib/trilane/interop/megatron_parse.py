@@ -222,18 +222,11 @@ def _shape(given: Given, vocab_size: int) -> ModelShape:
 
 
 def _experts(given: Given, sizes: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of a mixture of experts; one expert is a dense model. Layers in front may be dense,
-    as in "([0]*3+[1]*58)".
-    """
+    """The fields of a mixture of experts; one expert is a dense model."""
     words = ("layer_freq", "router_load_balancing_type", "shared_expert_intermediate_size")
     given.read |= {f"moe_{word}" for word in words}
     if sizes["experts"] < 2:
         return dict.fromkeys(sizes.keys() & {"experts", *MIXTURE}, 0) | {"router_scaling": 1.0}
-    layers = given.get("moe_layer_freq", str, "1").replace(" ", "")
-    found = re.fullmatch(r"1|\(?\[0\]\*(\d+)\+\[1\]\*(\d+)\)?", layers)
-    rule = "a plan has dense layers in front alone, ([0]*N+[1]*M)"
-    is_whole = found and (layers == "1" or int(found[1]) + int(found[2]) == sizes["num_layers"])
-    require(bool(is_whole), "--moe-layer-freq", layers, rule)
     balancing = given.get("moe_router_load_balancing_type", str, "aux_loss")
     rule = "a plan has aux_loss or none"
     require(balancing in ("aux_loss", "none"), "--moe-router-load-balancing-type", balancing, rule)
@@ -243,9 +236,25 @@ def _experts(given: Given, sizes: Mapping[str, Any]) -> dict[str, Any]:
         "expert_ffn": sizes["expert_ffn"] or own,
         "shared_experts": int(shared > 0),
         "shared_ffn": shared,
-        "first_dense": int(found[1] or 0) if found else 0,
+        "first_dense": _first_dense(given, sizes["num_layers"]),
         "aux_loss": sizes["aux_loss"] if balancing == "aux_loss" else 0.0,
     }
+
+
+def _first_dense(given: Given, layers: int) -> int:
+    """Dense layers in front of those with experts: "([0]*3+[1]*58)", in a log a 0 or 1 each."""
+    text = " ".join(given.all("moe_layer_freq")) or "1"
+    found = re.fullmatch(r"\(?\[0\]\*(\d{1,5})\+\[1\]\*(\d{1,5})\)?", text.replace(" ", ""))
+    each = text.split()
+    if found:
+        each = ["0"] * int(found[1]) + ["1"] * int(found[2])
+    elif text == "1":
+        each = ["1"] * layers
+    dense = each.count("0")
+    rule = "a plan has dense layers in front alone, ([0]*N+[1]*M)"
+    is_front = each == ["0"] * dense + ["1"] * (layers - dense)
+    require(is_front, "--moe-layer-freq", text, rule)
+    return dense
 
 
 def _activation(given: Given, gate: str) -> str:
@@ -325,6 +334,7 @@ def _topology(given: Given, is_fork: bool, gpus: int) -> Topology:
         sizes["dispatcher"] = _dispatcher(given)
     else:
         sizes["ep"] = 1
+        sizes["etp"] = 1
     sums_in_fp32 = given.has("accumulate_allreduce_grads_in_fp32") or precision in ("bf16", "fp8")
     return Topology(
         **sizes,
