@@ -39,6 +39,7 @@ SMALL |= {"max_position_embeddings": 128}
 OPT = {"ffn_dim": 192, "word_embed_proj_dim": 64}
 GRANITE = {"num_local_experts": 0, "layer_types": ["full_attention"] * 2, "mamba_n_heads": 16}
 GRANITE |= {"shared_intermediate_size": 160, "position_embedding_type": "rope"}
+SHARED = {"moe_intermediate_size": 48, "shared_expert_intermediate_size": 80}
 MADE = [
     ("gpt2", {"n_inner": 192}),
     ("gpt_neox", {"use_parallel_residual": False}),
@@ -57,6 +58,10 @@ MADE = [
     ("granitemoehybrid", GRANITE),
     ("gemma", {"num_key_value_heads": 1, "head_dim": 16}),
     ("phi3", {"num_key_value_heads": 2, "pad_token_id": 0}),
+    ("mixtral", {"num_key_value_heads": 2}),
+    ("qwen3_moe", {"num_key_value_heads": 2, "moe_intermediate_size": 48, "num_experts": 12}),
+    ("qwen2_moe", SHARED | {"num_key_value_heads": 2}),
+    ("olmoe", {"num_key_value_heads": 2}),
 ]
 
 
@@ -97,20 +102,26 @@ def test_what_decides_the_function_besides_the_sizes_is_read(theta: dict):
     assert shape_of_config(GPT2 | {"activation_function": "gelu"}).activation == "gelu"
 
 
+WINDOW = {"sliding_window": 2048}
 BAD = [
-    ({"model_type": "mixtral", "num_local_experts": 8}, "num_local_experts=8: a shape has one"),
+    ({"num_local_experts": 8}, "num_local_experts=8: a shape of this type has no experts"),
+    ({"model_type": "qwen3_moe", "decoder_sparse_step": 2}, "decoder_sparse_step=2: a shape has"),
+    (
+        {"model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 2} | WINDOW,
+        "sliding_window=2048: must be a whole number of at least 4096",
+    ),
     ({"model_type": "bert"}, "model_type=bert: no decoder that a shape describes; known: apertus,"),
     ({"head_dim": 63}, "num_attention_heads=32: rotary positions turn pairs"),
     ({"no_rope_layers": [0, 1]}, "no_rope_layers=[0, 1]: a shape has [1, 1, 1"),
     ({"vocab_size": None}, "shape.vocab_size=missing: is required"),
-    ({"sliding_window": 2048}, "sliding_window=2048: must be a whole number of at least 4096"),
+    (WINDOW, "sliding_window=2048: must be a whole number of at least 4096"),
 ]
 
 
 @pytest.mark.parametrize(
     ("changes", "message"), BAD, ids=[message.partition(":")[0] for _, message in BAD]
 )
-def test_what_is_no_dense_decoder_is_one_line(changes: dict, message: str, tmp_path, capsys):
+def test_what_is_no_decoder_of_ours_is_one_line(changes: dict, message: str, tmp_path, capsys):
     path = tmp_path / "config.json"
     path.write_text(json.dumps(LLAMA | changes))
     shape = ["--shape", str(path)]
