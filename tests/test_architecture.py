@@ -54,7 +54,7 @@ FORMS = {  # in lib, per 1,000 code lines
     "comprehensions": (45, 45),
 }
 LONG_TEXTS = 3  # of more than 200 characters, in lib
-MOST_BYTES_OF_DATA = 242_000  # of lib, tables of rows left out
+MOST_BYTES_OF_DATA = 248_000  # of lib, tables of rows left out
 WORDS = (20_000, 20_000)  # of Markdown written by hand
 
 

@@ -14,7 +14,7 @@ from trilane.config import cluster as hardware
 from trilane.config.cluster import Cluster, card_words
 from trilane.config.engines import ENGINES, default_topology
 from trilane.config.model import ModelShape
-from trilane.config.parallelism import Topology
+from trilane.config.parallelism import PARTITION, Topology
 from trilane.costmodel.calibration import Configuration
 from trilane.logs import written_tables
 from trilane.utils.frozen import frozen
@@ -218,6 +218,9 @@ def _row(cells: Mapping[str, str], machine: Cluster, file: str) -> MeasuredRow:
     if stack_of(engine, "") == "fsdp":
         chosen.setdefault("zero", 3)  # what PyTorch's fully_shard does where a row does not say
     shape = ModelShape(**_fields(ModelShape, values))
+    chunks = chosen["pp"] * chosen.get("interleaving", 1)
+    if shape.num_layers % chunks and (shape.num_layers + 2) % chunks == 0:
+        chosen.setdefault("partition", PARTITION[1])  # how Megatron-LM then cuts stages evenly
     topology = default_topology(shape, machine, **chosen)
     stack = stack_of(engine, topology.attention)
     if stacks().get(stack, {}).get("shards_bf16") and topology.precision == "bf16":
