@@ -91,6 +91,8 @@ def test_the_json_of_a_plan_is_read_as_it(tmp_path, capsys, changes):
     written = tmp_path / "ds.json"
     written.write_text(json.dumps(deepspeed_config(wanted, compiler=True)))
     options = f"--shape {file} --cluster jz-a100-80g --gpus 2 --attention fused"
+    assert main(f"plan show --deepspeed {written} {options} --json".split()) == 0
+    assert json.loads(capsys.readouterr().out)["id"] == wanted.id
     assert main(f"convert deepspeed --read {written} {options}".split()) == 0
     written.write_text(capsys.readouterr().out)
     assert read_plan(written).id == wanted.id

@@ -46,8 +46,8 @@ def deepspeed(
         return Answer(deepspeed_config(given, compiler=True))
     assert read
     chosen, optimizer, notes = read_deepspeed(read, gpus, choices)
-    found = plan_of(read_shape(shape), load_cluster(cluster), engine, chosen)
     note(notes)
+    found = plan_of(read_shape(shape), load_cluster(cluster), engine, chosen)
     return Answer(found.replace(optimizer=optimizer).to_json())
 
 

@@ -20,6 +20,7 @@ from trilane.costmodel import backtest as measured
 from trilane.costmodel.shipped import calibration_for, constants_of
 from trilane.forecasting.forecast import forecast
 from trilane.forecasting.request import ForecastRequest
+from trilane.interop.deepspeed_config import read_deepspeed
 from trilane.planning import deadline
 from trilane.planning.alternatives import asked_case
 from trilane.planning.decision import Decision, decision_text
@@ -123,6 +124,10 @@ def show(
     cluster: str = option("", f"{CLUSTER}; of a PLAN: predict it there"),
     seq: int = SEQUENCE,
     engine: str = option("", f"what trains it; default: {ENGINES[0]}", choices=ENGINES),
+    deepspeed: Path | None = option(
+        None, "DeepSpeed's JSON, for --dp, --mbs, --zero, ...", metavar="FILE"
+    ),
+    gpus: int = option(0, "with --deepspeed: GPUs of the run", minimum=1),
     calibration: str = CALIBRATION,
     *,
     choices: Choices,
@@ -134,6 +139,11 @@ def show(
     """
     given = {"shape": shape, "cluster": cluster, "seq": seq, "engine": engine}
     needed = ("shape", "cluster", "gbs")
+    if deepspeed:
+        given["deepspeed"] = str(deepspeed)
+        engine = engine or ENGINES[1]
+        choices, _, notes = read_deepspeed(deepspeed, gpus, choices)
+        note(notes)
     require_either(plan, {**given, **choices, "cluster": "" if plan else cluster}, needed)
     if plan:
         read = read_plan(plan)
