@@ -4,17 +4,16 @@ clean cycle.
 
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent / "engine")]
-from parity import machine  # noqa: E402
-from plans import small_plan  # noqa: E402
+from plans import changed, run_folder, small_plan  # noqa: E402
 from pool import WorkerPool  # noqa: E402
 
-from trilane_diagnose import rehearsal as rehearse  # noqa: E402
-from trilane_diagnose.restart import RestartComparison  # noqa: E402
+from trilane.config.training import Dropout  # noqa: E402
+from trilane_diagnose.restart import RestartComparison, compare_restart  # noqa: E402
 
 
 def finalizing() -> Any:
@@ -105,15 +104,20 @@ CLEAN = {"tp": 2, "pp": 2, "dp": 2, "zero": 1}
 def cycle(
     home: WorkerPool, folder: Path, settings: dict[str, Any], plant: str = ""
 ) -> RestartComparison:
-    """Rehearse a small plan with these settings, and a bug where it is named."""
-    plan = small_plan(folder / "corpus", source="mock", **{"mbs": 1, "gbs": 8, **settings})
+    """Two short runs of a small plan with these settings, and a bug where it is named: the second
+    loads the first one's first checkpoint.
 
-    def start(place: Path) -> str:
+    At this rate weights change at once, at this limit every gradient is clipped.
+    """
+    plan = small_plan(folder / "corpus", iters=2, source="mock", **{"mbs": 1, "gbs": 8, **settings})
+    plan = changed(plan, "optimizer", lr=1e-3, min_lr=1e-4, warmup_samples=0, clip_grad=0.1)
+    plan = replace(plan, dropout=Dropout(hidden=0.1, attention=0.1))
+    first = changed(plan, "run", save_interval=1, keep_last=0)
+    second = changed(first, "run", load=str(folder / "first/checkpoints/iter_0000001"))
+    for name, own in (("first", first), ("second", second)):
+        place = run_folder(own, folder / name)
         if plant:
             (place / "plant").write_text(plant)
-        return home.run(tiny.topology.gpus, place)
-
-    tiny = rehearse.shrink(plan, folder, machine(cards=0, bf16=True), 8)
-    done = rehearse.rehearse(tiny, folder, start)
-    assert done.audit, done.problem
-    return done.audit
+        problem = home.run(plan.topology.gpus, place)
+        assert not problem, problem
+    return compare_restart(folder / "first", folder / "second")

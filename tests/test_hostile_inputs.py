@@ -122,7 +122,6 @@ READERS = (
     "slurm chain X new --site generic",
     "train X",
     "plan backtest X",
-    "debug rehearse X",
     "calibrate X --cluster h200 -o new.json",
 )
 

@@ -10,7 +10,7 @@ from trilane.utils.validation import require, require_known, require_new
 from trilane.workspace import rank_grid
 from trilane.workspace.heartbeat import read_beats
 from trilane.workspace.status import known_status
-from trilane_diagnose import bisection, rehearsal
+from trilane_diagnose import bisection
 from trilane_diagnose import capture as stacks
 from trilane_diagnose.hang import diagnose_hang
 from trilane_diagnose.incident import read_incident
@@ -97,23 +97,6 @@ def restart(a: Path, b: Path) -> Answer:
     """
     comparison = compare_restart(a, b)
     return Answer.of(comparison, comparison.findings)
-
-
-@command(GROUP)
-def rehearse(
-    plan: Path,
-    prepare: Path | None = option(
-        None, "only write both runs, and print their commands", metavar="FOLDER"
-    ),
-) -> Answer:
-    """Train, save, load and compare PLAN's engine and topology at tiny width; exit code 1 where
-    they differ.
-    """
-    if prepare:
-        lines = rehearsal.prepare(read_plan(plan), prepare.resolve())
-        return Answer({"commands": lines}, lines)
-    done = rehearsal.rehearse_here(read_plan(plan))
-    return Answer.of(done, done.problem or (done.audit and done.audit.findings))
 
 
 @command(GROUP)
