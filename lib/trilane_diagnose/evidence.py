@@ -3,7 +3,6 @@ what is odd.
 """
 
 import re
-from collections import defaultdict
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -24,13 +23,10 @@ NO_DUMP = re.compile(r"(?:plan|topology|status|env|ds_config|verdict|failures)\.
 
 @frozen
 class Evidence:
-    """Dumps and Flight Recorder recordings by rank, earlier dumps of the same ranks, the grid, and
-    notes.
-    """
+    """The last dumps and Flight Recorder recordings by rank, the grid, and notes."""
 
     grid: Grid
     dumps: dict[int, Dump]
-    earlier: dict[int, Dump]
     recordings: dict[int, Recording]
     unreadable: set[int]
     notes: tuple[str, ...]
@@ -72,32 +68,20 @@ def read_folder(folder: Path, grid: Grid | None = None) -> Evidence:
     if outside:
         size = len(grid.ranks)
         files.notes.append(f"ranks {outside[:5]} lie outside tp x pp x dp = {size}: ignored")
-    last: dict[int, Dump] = {}
-    earlier: dict[int, Dump] = {}
-    for rank, dumps in files.dumps.items():
-        if rank not in grid:
-            continue
-        in_order = sorted(dumps, key=lambda dump: bool(dump.frames))  # the last with frames counts
-        last[rank] = in_order[-1]
-        if len(in_order) > 1 and not in_order[-2].error:
-            earlier[rank] = in_order[-2]
     return Evidence(
         grid=grid,
-        dumps=last,
-        earlier=earlier,
+        dumps={rank: dump for rank, dump in files.dumps.items() if rank in grid},
         recordings={rank: own for rank, own in files.recordings.items() if rank in grid},
-        unreadable=files.unreadable - last.keys(),
+        unreadable=files.unreadable - files.dumps.keys(),
         notes=tuple(files.notes),
     )
 
 
 @dataclass(kw_only=True)
 class _Files:
-    """What files hold: the dumps of ranks, oldest first, recordings, and processes by their file
-    and host.
-    """
+    """What files hold: the dumps of ranks, recordings, and processes by their file and host."""
 
-    dumps: dict[int, list[Dump]] = field(default_factory=lambda: defaultdict(list))
+    dumps: dict[int, Dump] = field(default_factory=dict)
     recordings: dict[int, Recording] = field(default_factory=dict)
     unreadable: set[int] = field(default_factory=set)
     nodes: dict[tuple[Path, str], list[Dump]] = field(default_factory=dict)
@@ -124,14 +108,20 @@ class _Files:
         elif any(dump.rank is not None for dump in content):
             for dump in content:
                 if dump.rank is not None:
-                    self.dumps[dump.rank].append(dump)
+                    self.keep(dump.rank, dump)
         elif not is_named and rank in [dump.pid for dump in content]:
             self.nodes.setdefault((path.parent, ""), []).extend(content)
         elif content and rank is not None:
-            self.dumps[rank].append(next(filter(is_trainer, content), content[0]))
+            self.keep(rank, next(filter(is_trainer, content), content[0]))
         elif content:
             host = re.sub(r"^(?:trace|stacks?|dump|py-?spy)(?:[-_.]|$)", "", path.stem)
             self.nodes[path, host] = content
+
+    def keep(self, rank: int, dump: Dump) -> None:
+        """Of the dumps of a rank, which come oldest first, the last with frames counts."""
+        before = self.dumps.get(rank)
+        if dump.frames or not (before and before.frames):
+            self.dumps[rank] = dump
 
     def assign(self, grid: Grid | None) -> tuple[Grid | None, list[str]]:
         """Give the processes of nodes their ranks; the grid with the nodes' names, and these."""
@@ -154,7 +144,7 @@ class _Files:
             ranks = ranks_of.get(host) or range(first, first + width)
             in_order = sorted(dumps, key=lambda dump: dump.pid)
             for rank, dump in zip(ranks, in_order, strict=False):
-                self.dumps[rank].append(dump)
+                self.keep(rank, dump)
         if any(not host for host in hosts):
             self.notes.append("numbers of files are pids: ranks are unknown, numbered from 0")
         if hosts:

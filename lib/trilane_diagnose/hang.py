@@ -181,9 +181,7 @@ def study_hang(study: Study, dumps: str = "", tp: int = 0, pp: int = 0, dp: int 
     for stack in example["stacks"].values():
         lines = ['Thread 1 (active): "MainThread"', *(f"    {frame}" for frame in stack["frames"])]
         dump_of |= dict.fromkeys(stack.get("ranks", grid.ranks), read_pyspy("\n".join(lines))[0])
-    evidence = Evidence(
-        grid=grid, dumps=dump_of, earlier={}, recordings={}, unreadable=set(), notes=()
-    )
+    evidence = Evidence(grid=grid, dumps=dump_of, recordings={}, unreadable=set(), notes=())
     return replace(_verdict(evidence), example=True)
 
 
@@ -236,13 +234,12 @@ def _paragraph(evidence: Evidence, found: Conditions, suspects: Suspects) -> str
 
 
 def _notes(found: Conditions) -> list[str]:
-    """Notes on ranks without a dump (whether that counts against them), and on ranks that moved."""
-    kinds = grouped(found, lambda rank: "moved" if found[rank].moves else found[rank].kind)
+    """Notes on ranks without a dump: whether that counts against them."""
+    kinds = grouped(found, lambda rank: found[rank].kind)
     texts = {
         "silent": "ranks {} have no dump: they may have ended",
         "unknown": "ranks {} have no dump; one of them may be late",
         "unreadable": "the dumps of ranks {} cannot be read; one of them may be late",
-        "moved": "ranks {} moved between the two moments: slow rather than stuck",
     }
     return [text.format(ranges(kinds[kind])) for kind, text in texts.items() if kind in kinds]
 

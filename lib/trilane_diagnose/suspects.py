@@ -39,8 +39,6 @@ def find_suspects(evidence: Evidence, found: Conditions) -> Suspects:
     """
     graph = _Graph(evidence, found)
     hard = [rank for rank, condition in found.items() if condition.kind in HARD]
-    if evidence.earlier and not hard and all(found[rank].moves for rank in evidence.dumps):
-        return Suspects(reasons={}, axes=graph.axes)
     silent = [rank for rank, condition in found.items() if condition.kind == "silent"]
     held_up = graph.held_up()
     proven = [rank for rank in (*hard, *held_up) if _is_proven(found, rank)]
@@ -56,7 +54,7 @@ def find_suspects(evidence: Evidence, found: Conditions) -> Suspects:
         reasons = _with(reasons, f"; which rank ended first {OPEN}")
     reasons = reasons or graph.mismatch()
     waiting = [condition.wait is not None for condition in found.values() if condition.frames]
-    if not (hard or silent or evidence.earlier) and 2 * sum(waiting) < len(waiting):
+    if not (hard or silent) and 2 * sum(waiting) < len(waiting):
         reasons = _with(reasons, f"; most do not wait: whether any hangs {OPEN}")
 
     def strength(rank: int) -> tuple[bool, bool, int, int]:

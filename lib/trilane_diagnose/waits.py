@@ -74,7 +74,6 @@ class Condition:
     text: str
     frames: Frames = ()
     wait: Wait | None = None
-    moves: bool = False  # an earlier dump has another stack
     # Any other busy rank may wait for its GPU: `.item()`, `.cpu()` and a launch into a full queue
     # are C++.
     on_host: bool = False
@@ -122,7 +121,6 @@ def conditions(evidence: Evidence) -> Conditions:
                 kind="waiting",
                 text="computes, or waits for its GPU",
                 wait=_wait("line", found[rank].frames, ""),
-                moves=False,
             )
     return found
 
@@ -157,15 +155,9 @@ def _by_stack(rank: int, evidence: Evidence) -> Condition:
     """The condition by the stack alone."""
     dump = evidence.dumps[rank]
     frames = dump.frames
-    before = evidence.earlier.get(rank)
-    keys = [frame.key for frame in frames]
-    moves = False
-    if before and before.frames:
-        moves = [frame.key for frame in before.frames] != keys
     wait = wait_of(frames)
     if wait:
-        text = f"in {wait.op}"
-        return Condition(kind="waiting", text=text, frames=frames, wait=wait, moves=moves)
+        return Condition(kind="waiting", text=f"in {wait.op}", frames=frames, wait=wait)
     work = _first_match("purposes", frames[:INNER]) or _first_match("calls", frames[:INNER])
     text = work or _first_match("parts", frames[:INNER]) or "outside communication"
     # what waits for a GPU has released the GIL
@@ -173,7 +165,7 @@ def _by_stack(rank: int, evidence: Evidence) -> Condition:
     if evidence.grid[rank].state == "D":
         text += ", in state D (uninterruptible)"
         on_host = True
-    return Condition(kind="busy", text=text, frames=frames, moves=moves, on_host=on_host)
+    return Condition(kind="busy", text=text, frames=frames, on_host=on_host)
 
 
 def wait_of(frames: Frames) -> Wait | None:
