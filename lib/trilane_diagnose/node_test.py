@@ -22,7 +22,6 @@ from trilane.utils.process import Lines, printed_lines, python
 # times slower: Sinha et al. 2022, arXiv:2208.11035.
 LEAST_SHARE = 0.75
 LEAST_SHARE_OF_CORES = LEAST_SHARE / 2  # a core is shared with whatever else the node does
-DOUBTFUL_SHARE = 0.99  # a node that may fail is left out before the others, but after a slow one
 GRACE_S = 20.0  # for the slower half of the nodes, which may read torch from a busy disk
 LIMIT_S = 600.0  # half of the nodes may take minutes to import torch for the first time
 
@@ -43,7 +42,6 @@ class Result:
     """What the test of a node found; `broken` is also why it did not end."""
 
     broken: str = ""
-    doubtful: str = ""
     rates: dict[str, float] = field(default_factory=dict)
 
 
@@ -69,8 +67,6 @@ def findings(results: Mapping[str, Result], is_cpu: bool) -> Findings:
     least_share = LEAST_SHARE_OF_CORES if is_cpu else LEAST_SHARE
     slow: dict[str, tuple[float, str]] = {}
     for node, result in working.items():
-        if result.doubtful:
-            slow[node] = (DOUBTFUL_SHARE, result.doubtful)
         for name, rate in result.rates.items():
             share = rate / medians[name]
             if share < least_share and share < slow.get(node, (1.0, ""))[0]:
@@ -145,7 +141,7 @@ def run_step(
     command += ["--no-kill", "--kill-on-bad-exit=0", "--wait=0", "--time=30", *srun]
     test = python("-m", "trilane_engine.bench.node_test", str(gpus), program="python")
     if gpus is None:
-        test = ["echo", '{"broken": [], "doubtful": [], "rates": {}}']
+        test = ["echo", '{"broken": [], "rates": {}}']
     with printed_lines([*command, "bash", "-c", TASK, "bash", *test], env) as lines:
         return _collect(lines, nodes, tasks)
 
@@ -196,7 +192,6 @@ def _result(code: int, last_line: str) -> Result | None:
         values = json.loads(last_line)
         rates = {str(name): float(value) for name, value in values["rates"].items()}
         broken = ", ".join(map(str, values["broken"]))
-        doubtful = ", ".join(map(str, values["doubtful"]))
     except (ValueError, KeyError, TypeError, AttributeError):
         if code == 128 + signal.SIGALRM:  # bash: a signal's number above 128
             return LATE
@@ -206,4 +201,4 @@ def _result(code: int, last_line: str) -> Result | None:
         return Result(broken=f"the test fails: {why} (exit code {code})")
     if not all(0 < rate < math.inf for rate in rates.values()):  # NaN is neither
         broken = broken or "the test measures what is no number"
-    return Result(broken=broken, doubtful=doubtful, rates=rates)
+    return Result(broken=broken, rates=rates)

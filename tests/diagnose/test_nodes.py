@@ -3,7 +3,6 @@
 import math
 import os
 import socket
-from collections.abc import Iterable
 
 import pytest
 import torch
@@ -16,14 +15,13 @@ from trilane_engine.bench import rates
 from trilane_engine.world import World
 
 
-def judged(names: str, speeds: dict[str, float], doubtful: Iterable[str] = ()) -> Findings:
+def judged(names: str, speeds: dict[str, float]) -> Findings:
     """Nodes with their speed: 1 as the others, 0 broken."""
     results = {}
     for name in names:
         speed = speeds.get(name, 1.0)
         measured = {"matmul FLOP/s": 100.0 * speed, "PCIe B/s": 10.0 * speed}
-        problem = "ECC errors" if name in doubtful else ""
-        results[name] = Result(rates=measured, doubtful=problem)
+        results[name] = Result(rates=measured)
         if not speed:
             results[name] = Result(broken="no GPU")
     return node_test.findings(results, is_cpu=False)
@@ -46,8 +44,8 @@ def test_what_is_slow_or_broken_is_found_by_the_other_nodes(
     assert ("".join(found.broken), "".join(found.slow)) == (broken, slow)
 
 
-def test_a_node_that_may_fail_is_left_out_before_the_others_and_a_slow_one_before_it():
-    found = judged("abcd", {"a": 0.5}, doubtful="b")
+def test_the_slowest_nodes_are_left_out_first():
+    found = judged("abcd", {"a": 0.5, "b": 0.7})
     for count, wanted in ((2, "cd"), (3, "bcd"), (4, "abcd")):
         chosen, left_out = nodes.choose("abcd", count, found.broken, found.slow)
         assert "".join(chosen) == wanted, "in the order of the job"
@@ -59,33 +57,25 @@ def test_a_node_that_may_fail_is_left_out_before_the_others_and_a_slow_one_befor
 
 CARDS = {
     "gpu index,memory.used": [["0", "4"], ["1", "5"]],
-    "gpu index,ecc.errors.uncorrected.volatile.total": [["0", "0"], ["1", "[N/A]"]],
     "remapped-rows gpu_bus_id,remapped_rows.failure": [["A", "0"], ["B", "No"]],
 }
 IN_USE = "GPU 1: 29.3 GiB in use before the training"
 
 
 @pytest.mark.parametrize(
-    ("change", "broken", "doubtful"),
+    ("change", "broken"),
     [
-        ({}, [], []),
-        ({"memory.used": [["0", "4"], ["1", "30000"]]}, [IN_USE], []),
-        (
-            {"volatile": [["0", "3"]]},
-            [],
-            ["GPU 0: 3 uncorrectable ECC errors since its last reset"],
-        ),
-        ({"remapped": [["A", "1"]]}, ["GPU A: its memory has no rows left to remap"], []),
+        ({}, []),
+        ({"memory.used": [["0", "4"], ["1", "30000"]]}, [IN_USE]),
+        ({"remapped": [["A", "1"]]}, ["GPU A: its memory has no rows left to remap"]),
     ],
 )
-def test_the_health_of_gpus_is_what_nvidia_smi_reports(
-    change: dict, broken: list[str], doubtful: list[str]
-):
+def test_the_health_of_gpus_is_what_nvidia_smi_reports(change: dict, broken: list[str]):
     def ask(what: str, names: str) -> list[list[str]]:
         key = f"{what} {names}"
         return next((rows for word, rows in change.items() if word in key), CARDS[key])
 
-    assert gpu_health.findings(2, ask) == {"broken": broken, "doubtful": doubtful}
+    assert gpu_health.faults(2, ask) == broken
 
 
 def test_a_node_that_answers_but_computes_wrong_is_broken(monkeypatch):
@@ -96,7 +86,7 @@ def test_a_node_that_answers_but_computes_wrong_is_broken(monkeypatch):
     assert rates.wrong(alone) == ["a matmul in fp32 gives wrong results"]
 
 
-RATES = '{"broken": [], "doubtful": [], "rates": {"matmul FLOP/s": %s}}'
+RATES = '{"broken": [], "rates": {"matmul FLOP/s": %s}}'
 # a task for each node of the list
 SRUN = """while [[ $1 == --* ]]; do
   [[ $1 != --nodelist=* ]] || names=${1#*=}

@@ -26,7 +26,6 @@ if sys.argv[1] == "test":  # in place of trilane_engine.bench.node_test
         json.dumps(
             {
                 "broken": ["a GPU is gone"] * bad["broken"],
-                "doubtful": [],
                 "rates": {"matmul FLOP/s": rate},
             }
         )

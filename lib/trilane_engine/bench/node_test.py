@@ -1,7 +1,7 @@
 """The test of one node before a training: `python -m trilane_engine.bench.node_test GPUS`.
 
 Started in a task of srun for each GPU (one on CPUs). The first task of the node prints a line of
-JSON: {"broken": [...], "doubtful": [...], "rates": {name: larger is better}}.
+JSON: {"broken": [...], "rates": {name: larger is better}}.
 """
 
 import json
@@ -18,14 +18,14 @@ from trilane.utils.process import run
 def main(gpus: int) -> None:
     """Print the line; ends the process."""
     variables = place(gpus, os.environ)
-    result: dict[str, Any] = {"broken": [], "doubtful": [], "rates": {}}
+    result: dict[str, Any] = {"broken": [], "rates": {}}
     if variables["LOCAL_RANK"] == "0":
-        result |= findings(gpus)
+        result["broken"] = faults(gpus)
         # in which the processes of an attempt that failed give their memory back
         end = time.monotonic() + 15.0
-        while any("in use" in reason for reason in result["broken"]) and time.monotonic() < end:
+        while any("in use" in fault for fault in result["broken"]) and time.monotonic() < end:
             time.sleep(1.0)
-            result |= findings(gpus)
+            result["broken"] = faults(gpus)
     if not result["broken"]:
         from trilane_engine import world as worlds
         from trilane_engine.bench import rates
@@ -76,35 +76,27 @@ def query(what: str, names: str) -> list[list[str]]:
     return [row for row in rows if len(row) == len(names.split(","))]
 
 
-def findings(gpus: int, ask: Callable[[str, str], list[list[str]]] = query) -> dict[str, list[str]]:
-    """What makes the node useless ("broken"), and what makes another preferable ("doubtful"); of
-    its GPUs.
+def faults(gpus: int, ask: Callable[[str, str], list[list[str]]] = query) -> list[str]:
+    """What makes the node useless, by its GPUs.
 
-    A failed remapping is a reason to replace the GPU, an uncorrectable error asks for a reset:
+    A failed remapping is a reason to replace the GPU:
     https://docs.nvidia.com/deploy/a100-gpu-mem-error-mgmt/error-recovery-and-response-flags.html.
     `gpus` is how many the training needs, 0 on CPUs.
     """
     cards = ask("gpu", "index,memory.used")
+    broken = []
     if cards and len(cards) < gpus:
-        broken = [f"{len(cards)} of {gpus} GPUs"]
-    else:
-        broken = []
+        broken.append(f"{len(cards)} of {gpus} GPUs")
     # Before a training nothing should be there: a driver's context takes less than 2 GiB, a
     # forgotten process more.
-    used = [(index, int(mib) / 1024) for index, mib in cards if mib.isdecimal() and int(mib) > 2048]
-    broken += [f"GPU {index}: {gib:.1f} GiB in use before the training" for index, gib in used]
-    remapped = ask("remapped-rows", "gpu_bus_id,remapped_rows.failure")
-    broken += [
-        f"GPU {bus}: its memory has no rows left to remap"
-        for bus, failed in remapped
-        if failed in ("1", "Yes")
-    ]
-    counted = ask("gpu", "index,ecc.errors.uncorrected.volatile.total")
-    errors = [(index, n) for index, n in counted if n.isdecimal() and int(n)]
-    doubtful = [
-        f"GPU {index}: {n} uncorrectable ECC errors since its last reset" for index, n in errors
-    ]
-    return {"broken": broken, "doubtful": doubtful}
+    for index, mib in cards:
+        if mib.isdecimal() and int(mib) > 2048:
+            gib = int(mib) / 1024
+            broken.append(f"GPU {index}: {gib:.1f} GiB in use before the training")
+    for bus, failed in ask("remapped-rows", "gpu_bus_id,remapped_rows.failure"):
+        if failed in ("1", "Yes"):
+            broken.append(f"GPU {bus}: its memory has no rows left to remap")
+    return broken
 
 
 if __name__ == "__main__":
