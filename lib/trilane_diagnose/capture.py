@@ -13,7 +13,7 @@ from trilane.config.plan import Plan
 from trilane.utils.files import json_object, read_text, replace_text
 from trilane.utils.process import run
 from trilane.utils.tables import as_json
-from trilane.workspace import flight_recorder, rank_grid
+from trilane.workspace import flight_recorder
 from trilane.workspace.heartbeat import STACKS, Heartbeat, own_beats, process_state, read_beats
 
 OTHERS_S = 30.0  # for the other nodes of the job to dump their ranks
@@ -102,24 +102,25 @@ def _faulthandler_dump(folder: Path, beat: Heartbeat) -> str:
 
 
 def write_topology(stacks: Path, plan: Plan, beats: dict[int, Heartbeat]) -> None:
-    """Write topology.json: each rank's place, its last heartbeat, and the state of its process."""
+    """Write topology.json: the sizes, each rank's last heartbeat, and the state of its process."""
     states: dict[str, object] = {}
     for path in stacks.glob("states-*.json"):
         if path.is_file():
             states |= json_object(read_text(path)) or {}
-    topology = plan.topology
-    # the ranks of a cp group stand between tp and dp, and reduce gradients as replicas do
-    replicas = topology.dp * topology.cp
-    width = min(plan.cluster.gpus_per_node, topology.gpus)
-    grid = rank_grid.regular(topology.tp, topology.pp, replicas, width)
     ranks = []
-    for place in grid.places:
-        row: dict[str, object] = {axis: getattr(place, axis) for axis in ("rank", "tp", "pp", "dp")}
-        if place.rank in beats:
-            row |= as_json(beats[place.rank])
-        state = states.get(str(place.rank))
+    for rank in range(plan.topology.gpus):
+        row: dict[str, object] = {"rank": rank}
+        if rank in beats:
+            row |= as_json(beats[rank])
+        state = states.get(str(rank))
         row["state"] = state if isinstance(state, str) else ""
         ranks.append(row)
-    values = {"tp": topology.tp, "pp": topology.pp, "dp": replicas}
-    values["gpus_per_node"] = plan.cluster.gpus_per_node
-    replace_text(stacks / "topology.json", json.dumps({**values, "ranks": ranks}, indent=1) + "\n")
+    values = {
+        "tp": plan.topology.tp,
+        "pp": plan.topology.pp,
+        # the ranks of a cp group stand between tp and dp, and reduce gradients as replicas do
+        "dp": plan.topology.dp * plan.topology.cp,
+        "gpus_per_node": plan.cluster.gpus_per_node,
+        "ranks": ranks,
+    }
+    replace_text(stacks / "topology.json", json.dumps(values, indent=1) + "\n")

@@ -19,9 +19,9 @@ from pathlib import Path
 
 from trilane.config.plan import Plan, read_plan
 from trilane.launch.outcome import Hang
-from trilane.utils.files import json_lines, read_text, replace_text
+from trilane.utils.files import read_text, replace_text
 from trilane.utils.process import die_with
-from trilane.workspace import pace
+from trilane.workspace import ledger, pace
 from trilane.workspace.heartbeat import (
     Heartbeat,
     NodeReport,
@@ -266,13 +266,12 @@ class Slowness:
         """Nodes of the job that neither train nor are left out, by its environment and the ledger's
         last choice.
         """
-        events = json_lines(read_text(self._folder / "jobs.jsonl"))
-        choices = [event for event in events if event.get("event") == "nodes"]
-        job_nodes = self._env.get("SLURM_JOB_NUM_NODES", "")
-        if not choices or not job_nodes.isdigit():
-            return 0
-        taken = [*(choices[-1].get("chosen") or ()), *(choices[-1].get("left_out") or ())]
-        return int(job_nodes) - len(taken)
+        with contextlib.suppress(ValueError):  # a damaged ledger
+            choices = ledger.events(self._folder, "nodes")
+            if choices:
+                taken = len(choices[-1]["chosen"]) + len(choices[-1]["left_out"])
+                return int(self._env.get("SLURM_JOB_NUM_NODES", taken)) - taken
+        return 0
 
 
 def watch_node(folder: Path, parent: int, first: int) -> None:
