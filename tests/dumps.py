@@ -20,17 +20,11 @@ def pyspy_text(
     pid: int = 4242,
     command: str = "python -u pretrain_gpt.py",
     native: Sequence[str] = (),
-    holder: Stack = (),
 ) -> str:
-    """`native` stands on top of the main thread's stack (--native); `holder` is another thread that
-    holds Python's global lock.
-    """
+    """`native` stands on top of the main thread's stack (--native)."""
     lines = [f"Process {pid}: {command}", "Python v3.8.12 (/opt/conda/bin/python3.8)", ""]
-    for name, frames in (("MainThread", stack), ("Thread-1", HELPER), ("Thread-2", holder)):
-        if not frames:
-            continue
-        state = "active+gil" if name == "Thread-2" else "active"
-        lines += [f'Thread {pid} ({state}): "{name}"', *(f"    {frame}" for frame in native)]
+    for name, frames in (("MainThread", stack), ("Thread-1", HELPER)):
+        lines += [f'Thread {pid} (active): "{name}"', *(f"    {frame}" for frame in native)]
         lines += [f"    {function} ({file}:{line})" for function, file, line in frames]
     return "\n".join(lines) + "\n"
 

@@ -80,13 +80,10 @@ class Thread(NamedTuple):
 
 @frozen
 class Dump:
-    """One process: the stack of its training thread, and the helper thread that holds Python's GIL
-    meanwhile.
-    """
+    """One process: the stack of its training thread, and whether that held Python's GIL."""
 
     frames: Frames = ()
     owns_gil: bool = False
-    holder: str = ""
     pid: int = 0
     rank: int | None = None  # by the line before it
     command: str = ""
@@ -94,16 +91,10 @@ class Dump:
 
 
 def _dump(threads: Sequence[Thread], **facts: Any) -> Dump:
-    helpers: list[Thread] = []
-    started: list[Thread] = []
+    started = []
     for thread in threads:
-        if thread.frames:
-            is_helper = thread.frames[-1].function in STARTS_THREAD
-            (helpers if is_helper else started).append(thread)
-    for helper in helpers:
-        if helper.owns_gil:
-            holds = f"{helper.name} holds Python's global lock in {helper.frames[0]}"
-            facts.setdefault("holder", holds)
+        if thread.frames and thread.frames[-1].function not in STARTS_THREAD:
+            started.append(thread)
     main = _main_thread(started)
     if main is None:
         return Dump(**facts)

@@ -32,8 +32,8 @@ class Suspects:
 def find_suspects(evidence: Evidence, found: Conditions) -> Suspects:
     """The suspects of a hang.
 
-    Suspect are ranks that are gone, stopped or locked; ranks without a dump where most have
-    one; and ranks that do something else while members of their groups wait. Where all wait: in the
+    Suspect are ranks that are gone or stopped; ranks without a dump where most have one; and ranks
+    that do something else while members of their groups wait. Where all wait: in the
     smallest cycle of the wait graph, the ranks that are behind, or the fewest in another
     collective.
     """
@@ -41,7 +41,7 @@ def find_suspects(evidence: Evidence, found: Conditions) -> Suspects:
     hard = [rank for rank, condition in found.items() if condition.kind in HARD]
     silent = [rank for rank, condition in found.items() if condition.kind == "silent"]
     held_up = graph.held_up()
-    proven = [rank for rank in (*hard, *held_up) if _is_proven(found, rank)]
+    proven = [*hard, *(rank for rank in held_up if found[rank].on_host)]
     if proven and set(graph.edges) <= reaching(graph.edges, proven):
         silent = []
     reasons = {rank: found[rank].text for rank in (*hard, *held_up, *silent)}
@@ -64,10 +64,6 @@ def find_suspects(evidence: Evidence, found: Conditions) -> Suspects:
 
     reasons = {rank: reasons[rank] for rank in sorted(reasons, key=strength)}
     return Suspects(reasons=reasons, axes=graph.axes)
-
-
-def _is_proven(found: Conditions, rank: int) -> bool:
-    return found[rank].on_host or found[rank].kind in ("gone", "stopped")
 
 
 def _with(reasons: Reasons, reservation: str) -> Reasons:

@@ -2,7 +2,6 @@
 gone.
 """
 
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -12,13 +11,12 @@ from trilane.utils.tables import grouped
 from trilane_diagnose.evidence import Evidence
 from trilane_diagnose.stacks import Frame, Frames, patterns
 
-HARD = ("gone", "stopped", "locked")  # kinds of ranks that do not go on
+HARD = ("gone", "stopped")  # kinds of ranks that do not go on
 NO_EVIDENCE = ("unreadable", "unknown")  # kinds from which nothing is concluded
 OTHER = "other"  # axis of a group of experts, or of a sequence's parts
 # kinds of ranks by the state of their process in proc(5)
 KIND_OF_STATE = {"gone": "gone", "X": "gone", "Z": "gone", "T": "stopped", "t": "stopped"}
 P2P = ("send", "recv", "isend", "irecv", "batch_isend_irecv")
-LOCKED_SHARE = 1 / 8  # of the dumped ranks: where more hold the lock, it is a habit and no cause
 INNER = 8  # frames that show what a rank does on the host
 CALLERS = 4  # frames that show what a collective is for; further out is the training loop
 Key = tuple[tuple[str, str, int], ...]  # of frames
@@ -90,30 +88,20 @@ Conditions = dict[int, Condition]  # by rank
 def conditions(evidence: Evidence) -> Conditions:
     """The condition of every rank of the grid."""
     ranks = evidence.grid.ranks
-    dumped = {*evidence.dumps, *evidence.recordings}
     # Where fewer than half of the dumps are missing each counts against its rank; else those ranks
     # were not dumped.
-    most_are_there = 2 * len(dumped | evidence.unreadable) > len(ranks)
+    dumped = {*evidence.dumps, *evidence.recordings, *evidence.unreadable}
+    most_are_there = 2 * len(dumped) > len(ranks)
     without = "silent" if most_are_there else "unknown"
     found = {rank: _condition(rank, evidence, without) for rank in ranks}
-    stacks = Counter(condition.key for condition in found.values() if condition.frames)
-
-    def is_crowd(count: int) -> bool:
-        return 2 * count >= stacks.total() > 1
-
-    locked = [rank for rank in ranks if found[rank].kind == "locked"]
-    are_many = len(locked) > max(1, LOCKED_SHARE * len(dumped))
-    for rank in locked:
-        # A thread that runs Python holds its lock for an instant: in many ranks it is no cause.
-        if are_many or is_crowd(stacks[found[rank].key]):
-            found[rank] = _by_stack(rank, evidence)
+    stacks = sum(bool(condition.frames) for condition in found.values())
     # Most ranks at one line outside communication wait for their GPUs.
     outside = []
     for rank, condition in found.items():
         if condition.kind == "busy" and condition.frames and not condition.on_host:
             outside.append(rank)
     for crowd in grouped(outside, lambda rank: found[rank].key).values():
-        if not 2 * len(crowd) > stacks.total() > 1:
+        if not 2 * len(crowd) > stacks > 1:
             continue
         for rank in crowd:
             found[rank] = replace(
@@ -146,8 +134,6 @@ def _condition(rank: int, evidence: Evidence, without: str) -> Condition:
         return Condition(kind="unreadable", text="its dump cannot be read")
     if not dump.frames:
         return Condition(kind=without, text=f"its stack could not be taken ({dump.error})")
-    if dump.holder:
-        return Condition(kind="locked", text=f"its thread {dump.holder}", frames=frames)
     return _by_stack(rank, evidence)
 
 

@@ -26,11 +26,6 @@ LOSS: Stack = (
 )
 LAUNCHER: Stack = (("_invoke_run", "torch/distributed/elastic/agent/server/api.py", 1),)
 WORKER: Stack = (("_worker_loop", "torch/utils/data/_utils/worker.py", 240), *BEFORE)
-HOLDER: Stack = (
-    ("match", "re.py", 190),
-    ("scan", "monitor.py", 12),
-    ("_bootstrap", "threading.py", 973),
-)
 
 
 @pytest.mark.parametrize("kind", PLANTS)
@@ -97,23 +92,6 @@ def test_frames_of_c_are_no_stack(tmp_path):
     topology(tmp_path, 4, 1, 2)
     verdict = diagnose_hang(tmp_path)
     assert verdict.suspects == (5,) and len(verdict.groups) == 3
-
-
-@pytest.mark.parametrize(
-    ("ranks", "holders", "apart", "named"),
-    [(8, (5,), True, (5,)), (8, (5, 6), False, ()), (8, (5,), False, ())],
-)
-def test_a_lock_that_one_rank_holds_elsewhere_is_a_cause_and_one_where_most_are_is_a_habit(
-    ranks: int, holders: tuple[int, ...], apart: bool, named: tuple[int, ...], tmp_path
-):
-    """A thread of a profiler holds the global lock wherever it is looked at."""
-    for rank in range(ranks):
-        stack = ATTENTION.stack if rank in holders and apart else DP_SUM.stack
-        text = pyspy_text(stack, 100 + rank, holder=HOLDER if rank in holders else ())
-        (tmp_path / f"rank_{rank}.txt").write_text(text)
-    topology(tmp_path, 1, 1, ranks)
-    reasons = diagnose_hang(tmp_path).reasons
-    assert tuple(reasons) == named and all("global lock" in text for text in reasons.values())
 
 
 @pytest.mark.parametrize(("moments", "named"), [(("t1", "t2"), ()), (("t2", "t1"), (5,))])
