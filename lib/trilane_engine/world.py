@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from trilane.config.engines import shows_gpu
 from trilane.config.plan import Plan
+from trilane.slurm.client import hostnames
 from trilane.utils.frozen import frozen
 from trilane.utils.process import core_numbers, held_port
 from trilane.utils.validation import HostError, require, shown
@@ -63,20 +64,10 @@ def from_slurm(env: MutableMapping[str, str]) -> None:
     # "8(x2)"; `srun -N2 -n16` sets no SLURM_NTASKS_PER_NODE
     each = env.get("SLURM_STEP_TASKS_PER_NODE", tasks).partition("(")[0]
     env.setdefault("LOCAL_WORLD_SIZE", each)
-    env.setdefault("MASTER_ADDR", first_host(env["SLURM_NODELIST"]))
+    if "MASTER_ADDR" not in env:
+        env["MASTER_ADDR"] = hostnames(env["SLURM_NODELIST"])[0]
     # by the job, so that two jobs on one node do not collide
     env.setdefault("MASTER_PORT", str(10000 + int(env["SLURM_JOB_ID"]) % 20000))
-
-
-def first_host(nodelist: str) -> str:
-    """The first name of a SLURM node list: 'gpu[003-006,9],x1' -> 'gpu003', as `scontrol show
-    hostnames` expands it.
-    """
-    head, bracket, rest = nodelist.partition("[")
-    if "," in head or not bracket:
-        return nodelist.split(",")[0]
-    inside, _, tail = rest.partition("]")
-    return head + inside.split(",")[0].split("-")[0] + tail.split(",")[0]
 
 
 def single_process(env: MutableMapping[str, str]) -> None:

@@ -15,14 +15,13 @@ SLURM = {
     "SLURM_STEP_NUM_TASKS": "4",
     "SLURM_STEP_TASKS_PER_NODE": "2(x2)",
     "SLURM_JOB_ID": "1",
-    "SLURM_NODELIST": "localhost",
 }
 TWO_HOSTS = """
 import os, platform
 from trilane_engine.bench import rates
 from trilane_engine.bench.__main__ import main
 rank = int(os.environ["RANK"])
-for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR"):
+for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
     del os.environ[name]
 os.environ.update(SLURM, SLURM_PROCID=str(rank), SLURM_LOCALID=str(rank % 2))
 platform.node = lambda: f"gpu{1 + rank // 2:03d}.example"
