@@ -7,9 +7,8 @@ HOOKS = {
     # commands
     "debug": "trilane_diagnose.commands:GROUP",
     "job": "trilane_diagnose.job_commands:GROUP",
-    # what 04 and 05 show
+    # what 04 shows
     "breaks": "trilane_diagnose.continuity:find_breaks",
-    "hang_grid": "trilane_diagnose.plots:hang_grid",
     # what reads a .bin/.idx pair
     "check_pair": "trilane_engine.data.corpus:check_pair",
     # what a site may change of what follows when a run ends

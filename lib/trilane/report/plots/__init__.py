@@ -5,15 +5,11 @@
 from importlib import import_module
 from typing import Any
 
-from trilane.utils.hooks import hook
-
 SUBJECTS = ("explorer", "forecast", "losses", "runs")
 
 
 def __getattr__(name: str) -> Any:
-    """The module of that subject, or the figure of a hang."""
-    if name == "hang_grid":
-        return hook(name)
+    """The module of that subject."""
     if name not in SUBJECTS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return import_module(f"{__name__}.{name}")
