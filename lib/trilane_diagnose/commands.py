@@ -5,7 +5,6 @@ from pathlib import Path
 from trilane.cli.app import Answer, Group, command
 from trilane.config.options import option
 from trilane.config.plan import read_plan
-from trilane.utils.frozen import frozen
 from trilane.utils.validation import require, require_known, require_new
 from trilane.workspace import rank_grid
 from trilane.workspace.heartbeat import read_beats
@@ -19,29 +18,22 @@ from trilane_diagnose.stacks import last_calls
 from trilane_diagnose.stragglers import find_stragglers, read_phase_times
 
 GROUP = Group("debug", help="Find the cause of a hang, a slow node, a loss spike after a restart.")
-
-
-@frozen
-class Ranks:
-    """How the ranks are numbered."""
-
-    tp: int = option(0, "where the folder has no topology.json or plan.json", minimum=1)
-    pp: int = option(0, "where the folder has no topology.json or plan.json", minimum=1)
-    dp: int = option(0, "where the folder has no topology.json or plan.json", minimum=1)
-    gpus_per_node: int = option(8, "with --tp, --pp, --dp", minimum=1)
-
-    def grid(self) -> rank_grid.Grid | None:
-        """Their grid; None where no size is given."""
-        return rank_grid.asked(self.tp, self.pp, self.dp, self.gpus_per_node)
+SIZES = "where the folder has no topology.json or plan.json"
 
 
 @command(GROUP)
-def hang(folder: Path, ranks: Ranks) -> Answer:
+def hang(
+    folder: Path,
+    tp: int = option(0, SIZES, minimum=1),
+    pp: int = option(0, SIZES, minimum=1),
+    dp: int = option(0, SIZES, minimum=1),
+    gpus_per_node: int = option(8, "with --tp, --pp, --dp", minimum=1),
+) -> Answer:
     """Print which ranks and nodes cause a hang: the stacks of all ranks, merged and analyzed.
 
     FOLDER is a run folder, or holds dumps of py-spy, faulthandler or NCCL.
     """
-    return Answer.of(diagnose_hang(folder, ranks.grid()))
+    return Answer.of(diagnose_hang(folder, rank_grid.asked(tp, pp, dp, gpus_per_node)))
 
 
 @command(GROUP)
@@ -72,11 +64,11 @@ def capture(folder: Path) -> Answer:
 
 
 @command(GROUP)
-def stragglers(folder: Path, ranks: Ranks) -> Answer:
+def stragglers(folder: Path) -> Answer:
     """Print which rank or node makes the others wait, from a run folder with phase times
     (run.timers).
     """
-    grid, seconds = read_phase_times(folder, ranks.grid())
+    grid, seconds = read_phase_times(folder)
     slow = find_stragglers(grid, seconds)
     text = "\n".join(one.summary() for one in slow) or "no rank is slower than its peers"
     return Answer({"ranks": len(seconds), "stragglers": [one.to_json() for one in slow]}, text)

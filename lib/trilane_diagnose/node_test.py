@@ -98,16 +98,14 @@ def step(nodes: Sequence[str], tasks: int = 1, cores: int = 1, gpus: bool = Fals
     return [*command, f"--nodelist={','.join(nodes)}"]
 
 
-def tester(
-    gpus: int | None, srun: Sequence[str], env: Mapping[str, str] = os.environ
-) -> Callable[[Sequence[str]], Findings]:
+def tester(gpus: int | None, srun: Sequence[str]) -> Callable[[Sequence[str]], Findings]:
     """The test of nodes of this job, on so many GPUs of each (0: a core), by a step with these
     arguments of srun; with None only whether they see the run folder.
     """
 
     def test(nodes: Sequence[str]) -> Findings:
         try:
-            results = run_step(nodes, gpus, srun, env)
+            results = run_step(nodes, gpus, srun)
         except NotStarted as error:
             # srun ends the step on all nodes where it cannot start it on one
             others = test([node for node in nodes if node not in error.refused])
@@ -129,10 +127,9 @@ TESTED = re.compile(r"TESTED (\S+) (\d+) ?(.*)")
 FAILED = re.compile(r"Task launch for .* failed on node ([^\s:]+).*")  # as srun 22.05 prints it
 
 
-def run_step(
-    nodes: Sequence[str], gpus: int | None, srun: Sequence[str], env: Mapping[str, str]
-) -> dict[str, Result]:
+def run_step(nodes: Sequence[str], gpus: int | None, srun: Sequence[str]) -> dict[str, Result]:
     """The result of each node, by one step of srun on all; NotStarted where it is refused."""
+    env = os.environ
     tasks = gpus or 1
     cores = int(env.get("SLURM_CPUS_PER_TASK") or 1) * int(env.get("SLURM_NTASKS_PER_NODE") or 1)
     command = step(nodes, tasks, max(1, cores // tasks), bool(gpus))

@@ -12,6 +12,7 @@ import re
 import signal
 import socket
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -175,9 +176,6 @@ def _respond(
         faulty = dict.fromkeys(_of_hosts(left, pace.slowness(folder)[1]), "is slow")
     else:
         verdict, faulty = _at_fault(folder, job, left, trained, outcome, test)
-    is_lost = verdict in ("dead node", "broken node")  # also where no spare takes its place
-    if is_lost:
-        _note_broken(folder, job, faulty)
     response = decide(
         verdict,
         trained=trained,
@@ -187,10 +185,10 @@ def _respond(
         may_requeue=_field(_shown(job), "Requeue") == "1",
         env=env,
     )
+    is_lost = verdict in ("dead node", "broken node")  # also where no spare takes its place
+    _note_broken(folder, job, faulty if is_lost else response.nodes)
     if response.action == "stop" and not response.nodes:
         return outcome
-    if not is_lost:
-        _note_broken(folder, job, response.nodes)
     why = "; ".join(f"{node} {reason}" for node, reason in faulty.items())
     outcome = replace(
         outcome,
@@ -273,17 +271,16 @@ def only_dead_are_left(
     job = job_id(env)
     nodes = training_nodes(folder, job) or job_nodes(env)
     tasks = int(env.get("SLURM_NTASKS_PER_NODE") or 1)
-    ended: dict[str, set[int]] = {}
+    ended = Counter[str]()  # tasks by node
     dead: list[str] = []
     for failed in filter(None, map(FAILED_TASKS.match, lines)):
         if not ended:
             dead = unreachable(nodes)
         for numbers in failed[2].split(","):
             first, _, last = numbers.partition("-")
-            own = ended.setdefault(failed[1], set())
-            own.update(range(int(first), int(last or first) + 1))
+            ended[failed[1]] += int(last or first) - int(first) + 1
         alive = [node for node in nodes if node not in dead]
-        if dead and all(len(ended.get(node, ())) >= tasks for node in alive):
+        if dead and all(ended[node] >= tasks for node in alive):
             ledger.note(folder, "unreachable", job, nodes=dead)
             return True
     return False

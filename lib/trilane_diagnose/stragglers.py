@@ -41,13 +41,10 @@ class Straggler(Record):
         return f"{self.kind} {self.name}: {takes} (score {self.score:.1f})"
 
 
-def read_phase_times(
-    folder: Path, grid: Grid | None = None
-) -> tuple[Grid, dict[int, dict[str, float]]]:
+def read_phase_times(folder: Path) -> tuple[Grid, dict[int, dict[str, float]]]:
     """The grid of a run folder, and the median seconds of each rank and phase over its lines.
 
-    The grid is that of plan.json with the ranks' hosts, unless one is given. ValueError where there
-    are no phase times.
+    The grid is that of plan.json with the ranks' hosts. ValueError where there are no phase times.
     """
     import pandas as pd
 
@@ -64,7 +61,7 @@ def read_phase_times(
             medians[rank] = times.median().to_dict()
     rule = "holds no phase times (ranks/*.phases); set run.timers in the plan"
     require(bool(medians), "folder", folder, rule)
-    grid = grid or rank_grid.read(folder / "plan.json") or rank_grid.unknown(hosts, 8)
+    grid = rank_grid.read(folder / "plan.json") or rank_grid.unknown(hosts, 8)
     places = [replace(place, node=hosts.get(place.rank, place.node)) for place in grid.places]
     return replace(grid, places=tuple(places)), medians
 

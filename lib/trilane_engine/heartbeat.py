@@ -34,7 +34,7 @@ class Heartbeat:
         self.process = place()
         self.meter = PaceMeter()
         self.beat(phases.current())
-        self.close = phases.subscribe(self.beat)
+        phases.subscribe(self.beat)
 
     def beat(self, phase: str) -> None:
         """Write `phase` and the time."""
@@ -81,6 +81,5 @@ def iterated(samples: int, seconds: float, by_phase: Mapping[str, float]) -> Non
 def end(folder: Path) -> None:
     """Record that this rank has finished."""
     for heartbeat in _beats:
-        heartbeat.close()
         heartbeat.beat(END)
         flight_recorder.forget(folder / "ranks", os.environ["RANK"])

@@ -64,10 +64,9 @@ def phase(name: str) -> Iterator[None]:
     end()
 
 
-def subscribe(listener: Callable[[str], None]) -> Callable[[], None]:
-    """Call `listener` with the new innermost phase at each change; the result ends that."""
+def subscribe(listener: Callable[[str], None]) -> None:
+    """Call `listener` with the new innermost phase at each change from now on."""
     _listeners.append(listener)
-    return lambda: _listeners.remove(listener)
 
 
 def megatron_timers(pipeline: bool) -> Callable[..., SimpleNamespace]:
