@@ -8,6 +8,7 @@ import numpy as np
 import pandas as pd
 import pytest
 from support import REPOSITORY
+from test_log_dialects import m2021
 
 import trilane
 from trilane.config.parallelism import Topology
@@ -69,11 +70,11 @@ def test_a_frame_holds_numbers_and_nan_alone_for_what_is_unknown(tmp_path):
     cases = trilane.alternatives(calendar).to_frame()
     unknown = ["money_p50", "p_miss_deadline", "p_overrun_allocation"]
     assert cases[unknown].isna().all(axis=None) and {*cases[unknown].dtypes} == {np.dtype(float)}
-    (tmp_path / "run.md").write_text(
-        "|TP|PP|DP|MBS|Sec/it|Mem|\n|-|-|-|-|-|-|\n|4|2||1|9.5|20|\n|4|2|8|1|OOM||\n"
-    )
-    runs = trilane.measure_runs(trilane.Study("none"), str(tmp_path / "run.md")).to_frame()
-    assert runs.tp.dtype == int and "memory_bytes" not in runs
+    memory = "[Rank 3] (after 1 iterations) memory (MB) | allocated: 1.0 | max allocated: 20480.0\n"
+    (tmp_path / "a.log").write_text("".join(m2021(i, ms=9500.0) for i in range(1, 9)) + memory)
+    (tmp_path / "b.log").write_text("torch.cuda.OutOfMemoryError: CUDA out of memory.\n")
+    runs = trilane.measure_runs(trilane.Study("none"), f"{tmp_path}/*.log").to_frame()
+    assert runs.gbs.dtype == float and "memory_bytes" not in runs
     assert not [name for name in runs if type(runs[name].dtype) in (pd.Int64Dtype, pd.Float64Dtype)]
     assert (
         runs.sec_per_it.tolist() == pytest.approx([9.5, math.nan], nan_ok=True)

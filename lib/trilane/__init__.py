@@ -27,7 +27,7 @@ _MODULES = {
     "trilane.planning.decision": "Decision calendar_record decide study_plan",
     "trilane.forecasting.forecast": "forecast",
     "trilane.launch.local": "train",
-    "trilane.logs.written_tables": "read_runs",
+    "trilane.logs.run": "read_logs",
     "trilane.planning.explain": "explain",
     "trilane.planning.search": "search",
     "trilane.planning.sizing": "hand_on propose_shapes survey_shapes",

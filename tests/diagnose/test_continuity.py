@@ -14,8 +14,7 @@ from test_spikes import noisy
 
 from trilane.analysis.loss_curve import trainings
 from trilane.cli.app import main
-from trilane.logs.run import read_run_folder
-from trilane.logs.written_tables import read_runs
+from trilane.logs.run import read_logs, read_run_folder
 from trilane.utils.tables import as_json
 from trilane_diagnose.continuity import find_breaks
 
@@ -26,7 +25,7 @@ RAMP = Training(batch=lambda i: 16.0 + 8 * min(6, i // 60))
 
 def judged(folder, *parts):
     """The breaks of all trainings in those logs."""
-    logs = [log for name in written(folder, parts) for log in read_runs(name)]
+    logs = [log for name in written(folder, parts) for log in read_logs(name)]
     every = [find_breaks(group) for group in trainings(logs)]
     return [broken for one in every for broken in one.breaks]
 

@@ -18,7 +18,7 @@ from trilane.analysis.spikes import training_record, training_text
 from trilane.config.cluster import Cluster, Gpu
 from trilane.costmodel.recalibration import Recalibration
 from trilane.logs.dialects import use
-from trilane.logs.written_tables import read_runs
+from trilane.logs.run import read_logs
 from trilane.utils.frozen import frozen
 from trilane.utils.numbers import size_text
 from trilane.utils.progress import progress
@@ -63,8 +63,8 @@ class MeasuredRuns(Table):
 
     @property
     def timed(self) -> list[Measurement]:
-        """The runs that printed iterations with their time, without rows of typed tables."""
-        return [run for run in self.runs if run.iterations and run.log.dialect != "table"]
+        """The runs that printed iterations with their time."""
+        return [run for run in self.runs if run.iterations]
 
     @property
     def drawn(self) -> list[Measurement]:
@@ -150,7 +150,7 @@ def measure_path(path: Path | str, gpu: Gpu | None = None) -> list[Measurement]:
     folder = path.parent if path.name == "run.log" else path
     if _is_run(folder):
         return [measure(folder)]
-    return [measure_log(log, gpu=gpu) for log in read_runs(path)]
+    return [measure_log(log, gpu=gpu) for log in read_logs(path)]
 
 
 def measure_all(

@@ -51,9 +51,10 @@ def fit(rows: Source, cluster: Cluster | str) -> Recalibration:
     tables = [path for path in paths if path.suffix in SUFFIXES]
     logs = [path for path in paths if path.suffix not in SUFFIXES]
     runs, unread = measure_all(logs, gpu=machine.gpu)
-    used, skipped, ignored = _rows(runs, tables, machine)
-    skipped += [Skipped(row_id=str(rows), reason=reason) for reason in unread]
-    return recalibrated(used, skipped, ignored, machine, least=2)
+    used, skipped, ignored = read_rows(tables, machine)
+    of_runs, unknown = _rows(runs, machine)
+    unknown += [Skipped(row_id=str(rows), reason=reason) for reason in unread]
+    return recalibrated(used + of_runs, skipped + unknown, ignored, machine, least=2)
 
 
 def recalibrate(runs: Sequence[Measurement], cluster: Cluster | str | None = None) -> Recalibration:
@@ -63,23 +64,20 @@ def recalibrate(runs: Sequence[Measurement], cluster: Cluster | str | None = Non
         recalibrate(measure_runs(Study.open("demo")).runs).to_frame()
     """
     machine = load_cluster(cluster) if cluster else None
-    tables = [run.log.source for run in runs if run.log.dialect == "table"]
-    timed = [run for run in runs if run.log.dialect != "table" and run.iterations]
     try:
-        rows, skipped, ignored = _rows(timed, list(dict.fromkeys(tables)), machine)
-        return recalibrated(rows, skipped, ignored, machine, least=1)
+        rows, skipped = _rows([run for run in runs if run.iterations], machine)
+        return recalibrated(rows, skipped, (), machine, least=1)
     except ValueError as error:
         reason = Skipped(row_id="all", reason=str(error))
         return Recalibration(prior=Calibration(), left_out=(reason,))
 
 
 def _rows(
-    runs: Sequence[Measurement], tables: Sequence[Path], cluster: Cluster | None
-) -> tuple[list[MeasuredRow], list[Skipped], list[str]]:
-    """The rows of measured runs, and of files that hold tables of rows; those left out; what was
-    not read of tables.
-    """
-    rows, skipped, ignored = read_rows(tables, cluster)
+    runs: Sequence[Measurement], cluster: Cluster | None
+) -> tuple[list[MeasuredRow], list[Skipped]]:
+    """The rows of measured runs, and the runs that are left out."""
+    rows = []
+    skipped = []
     for run in runs:
         case = case_of(run, cluster)
         problems = [problem for problem in run.log.problems if problem.column not in HARMLESS]
@@ -100,7 +98,7 @@ def _rows(
             problem="; ".join(map(str, problems)),
         )
         rows.append(row)
-    return rows, skipped, ignored
+    return rows, skipped
 
 
 def case_of(run: Measurement, cluster: Cluster | None = None) -> Configuration | None:

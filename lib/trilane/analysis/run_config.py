@@ -16,7 +16,7 @@ from trilane.utils.frozen import frozen
 from trilane.utils.validation import shipped_json
 
 # Names of one argument, the most reliable first: Megatron's, those of 2020, DeepSpeed's, the
-# Trainer's, a typed table's; words of Megatron, its forks (PositionEmbeddingType.alibi) and
+# Trainer's; words of Megatron, its forks (PositionEmbeddingType.alibi) and
 # GPT-NeoX for one way of a shape; arguments of models that are no dense decoder with attention over
 # the whole sequence.
 NAMES: dict[str, Any] = shipped_json("log_arguments")

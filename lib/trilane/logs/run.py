@@ -79,9 +79,7 @@ class RunLog(Table):
 
     @property
     def first_iteration(self) -> int | None:
-        """The number of the first iteration, as the log counts; None without one, as of a typed
-        table's row.
-        """
+        """The number of the first iteration, as the log counts; None without one."""
         return self._iteration(0)
 
     @property
