@@ -73,7 +73,7 @@ SILENT = """() => [...document.querySelectorAll("img, svg, canvas")].filter(e =>
   if (e.parentElement.closest("svg") || !e.getClientRects().length) return false;
   const named = e.closest("[aria-label], [alt]");
   const text = named?.getAttribute("aria-label") ?? named?.getAttribute("alt");
-  return !text || text.trim().length < (e.className === "math" ? 1 : 4); // a formula may have one letter
+  return !text || text.trim().length < 4;
 }).map(e => e.outerHTML.slice(0, 90))"""
 # Tables and figures of which one covers a part of another, where they can be seen.
 COVERED = """() => {

@@ -5,7 +5,6 @@ markup.
 import base64
 import functools
 import hashlib
-import io
 import json
 import re
 from pathlib import Path
@@ -157,38 +156,11 @@ class _Renderer(mistune.HTMLRenderer):
     def block_html(self, html: str) -> str:
         return str(Html.of("<p>{}</p>\n", html))
 
-    def inline_math(self, latex: str) -> str:
-        return formula(latex)
-
-    def block_math(self, latex: str) -> str:
-        return f"<p>{formula(latex)}</p>\n"
-
 
 def markdown_html(text: str) -> str:
-    """Markdown with tables and formulas ($...$, $$...$$) as HTML."""
-    return str(
-        mistune.create_markdown(renderer=_Renderer(escape=False), plugins=["table", "math"])(text)
-    )
-
-
-def formula(latex: str) -> str:
-    """A formula as a picture with its source as the text; the source alone where it is no LaTeX.
-
-    What matplotlib's mathtext draws: one line, \\frac, \\sqrt, \\sum, \\mathrm; no environments.
-    """
-    from matplotlib.font_manager import FontProperties
-    from matplotlib.mathtext import math_to_image
-
-    line = " ".join(latex.split())
-    drawn = io.BytesIO()
-    font = FontProperties(size=12)  # points, as the text beside it
-    try:
-        depth = math_to_image(f"${line}$", drawn, font, dpi=72, format="svg")
-    except ValueError:
-        return str(Html.of("<code>{}</code>", line))
-    source = f"data:image/svg+xml;base64,{base64.b64encode(drawn.getvalue()).decode()}"
-    style = f"vertical-align: {-depth:.1f}pt"
-    return str(Html.of('<img class="math" alt="{}" style="{}" src="{}">', line, style, source))
+    """Markdown with tables as HTML."""
+    read = mistune.create_markdown(renderer=_Renderer(escape=False), plugins=["table"])
+    return str(read(text))
 
 
 def plain_html(text: str) -> str:
