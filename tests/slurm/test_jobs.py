@@ -152,7 +152,7 @@ def test_a_chain_whose_submission_was_killed_is_found_by_its_name(commands, tmp_
 @pytest.mark.parametrize("by_hand", [False, True])
 def test_a_copy_of_a_run_leaves_the_runs_job_alone(by_hand: bool, commands, folder, capsys):
     """By the job's name, or by its folder where it was submitted by hand; a folder that was only
-    moved has its job.
+    moved has its job. A job of the copy does not wait for that of the run.
     """
     ledger.note(folder, "started", "77", nodes="", iteration=0, restarts=0)
     copy = folder.with_name("copy")
@@ -160,12 +160,12 @@ def test_a_copy_of_a_run_leaves_the_runs_job_alone(by_hand: bool, commands, fold
     queue(commands, "77 RUNNING", name=f"own|{folder}" if by_hand else client.job_name(folder))
     assert jobs.active_jobs(folder) == ["77"] and jobs.active_jobs(copy) == []
     assert main(["slurm", "cancel", str(copy)]) == 0
-    out, err = capsys.readouterr()
-    assert out == "cancelled: nothing\n" and "job 77 of copy is of" in err
-    found = one(copy)
-    assert found.status == "not submitted" and found.evidence.startswith("job 77 is of")
+    assert capsys.readouterr().out == "cancelled: nothing\n"
+    assert one(copy).status == "not submitted"
+    assert attempt.competing(Run(folder), "78") == "job 77 trains here"
+    assert not attempt.competing(Run(copy), "78")
     commands.say("sbatch", "echo 78")
-    assert jobs.submit(copy, SITE, REQUEST) == "78" and not Run(copy).unended()
+    assert jobs.submit(copy, SITE, REQUEST) == "78"
     queue(commands)
     accounted(commands, "77 FAILED", user=f"me|{folder}")
     assert one(copy).id == "78" and not commands.calls("scancel")

@@ -120,11 +120,7 @@ def status(
 @command(slurm)
 def cancel(runs: tuple[str, ...] = RUNS) -> Answer:
     """Cancel the jobs of runs."""
-    folders = folders_of(runs)
-    ids = jobs.cancel(folders)
-    for job in jobs.job_status(folders):
-        if job.state == client.ELSEWHERE:
-            note([f"not cancelled: job {job.id} of {job.run} {job.reason}"])
+    ids = jobs.cancel(folders_of(runs))
     return Answer({"cancelled": ids}, f"cancelled: {', '.join(ids) or 'nothing'}")
 
 

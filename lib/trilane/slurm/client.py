@@ -37,8 +37,6 @@ ENDED = (
     "LAUNCH_FAILED",
     "RECONFIG_FAIL",
 )
-# a job of another folder than the one that was asked for: that is a copy of the job's own
-ELSEWHERE = "ELSEWHERE"
 QUEUED = ("id", "state", "reason", "elapsed", "nodes", "name", "folder")
 AWAY = re.compile(
     r"unable to contact slurm controller|connection (refused|reset)|timed out|"
@@ -73,8 +71,8 @@ class JobState:
 
     @property
     def has_ended(self) -> bool:
-        """Whether it will not run again, or not in this folder."""
-        return self.state in (*ENDED, FORGOTTEN, ELSEWHERE)
+        """Whether it will not run again."""
+        return self.state in (*ENDED, FORGOTTEN)
 
     def is_of(self, home: Path) -> bool:
         """Whether it is a job of the run folder `home`, by its name, which has the hash of its

@@ -5,7 +5,7 @@ progress.
 import contextlib
 import functools
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
@@ -13,7 +13,7 @@ from typing import Any
 
 from trilane.launch.outcome import last_log
 from trilane.slurm import attempt, client, copies
-from trilane.slurm.client import ELSEWHERE, FORGOTTEN, JobState
+from trilane.slurm.client import FORGOTTEN, JobState
 from trilane.slurm.script import SCRIPT, render
 from trilane.slurm.sites import JobRequest, Site
 from trilane.utils.files import free_bytes, is_inside, read_text
@@ -142,8 +142,6 @@ def _require_idle(runs: Sequence[Run]) -> None:
             if state.id not in recorded:
                 # its submission was killed before it could record it
                 run.note("submitted", state.id, site="", after="")
-            if state.state == ELSEWHERE:
-                run.note("elsewhere", state.id)  # or the run's own job would wait for its end
         active = [state for state in states if not state.has_ended]
         if active:
             ids = [state.id for state in active]
@@ -168,8 +166,9 @@ def states_of(runs: Sequence[Run], must_ask: bool = False) -> list[list[JobState
     """The jobs of each run, oldest first: those of its ledger, and those that squeue has by their
     name.
 
-    A job of another folder is ELSEWHERE. Raises SlurmError where SLURM does not answer, unless no
-    ledger has a job and it need not be asked.
+    Left out are jobs of another folder, which a copied ledger names: with these nothing may be done
+    from here. Raises SlurmError where SLURM does not answer, unless no ledger has a job and it need
+    not be asked.
     """
     ids = [run.job_ids() for run in runs]
     names = [client.job_name(run.folder) for run in runs]
@@ -186,18 +185,9 @@ def states_of(runs: Sequence[Run], must_ask: bool = False) -> list[list[JobState
             ids[names.index(state.name)].append(job)
     states = []
     for run, of_run in zip(runs, ids, strict=True):
-        states.append([_state_in(run, job, found) for job in of_run])
+        every = [found.get(job) or JobState(id=job, state=FORGOTTEN) for job in of_run]
+        states.append([state for state in every if state.is_of(run.folder)])
     return states
-
-
-def _state_in(run: Run, job: str, found: Mapping[str, JobState]) -> JobState:
-    """The state of a job of the run's ledger; ELSEWHERE where a copied ledger names that of another
-    folder, with which nothing may be done from here.
-    """
-    state = found.get(job) or JobState(id=job, state=FORGOTTEN)
-    if state.is_of(run.folder):
-        return state
-    return JobState(id=job, state=ELSEWHERE, reason=f"is of {state.folder or state.name}")
 
 
 def active_jobs(folder: Path) -> list[str]:
@@ -266,7 +256,6 @@ def job_status(folders: Iterable[Path]) -> JobTable:
 
 
 def _status(run: Run, states: Sequence[JobState]) -> JobStatus:
-    states = [state for state in states if state.state != ELSEWHERE] or states
     live = [state for state in states if not state.has_ended]
     current = _current(run, states, live)
     waiting = len(live)
@@ -315,11 +304,9 @@ def _current(run: Run, states: Sequence[JobState], live: Sequence[JobState]) -> 
 def _verdict(run: Run, job: JobState) -> RunStatus:
     """How it stands with the job, and the line that proves it."""
     written = run.status
-    if job.state in ("NOT SUBMITTED", ELSEWHERE):
+    if job.state == "NOT SUBMITTED":
         # of a copy, as far as the run had come
-        known = written or RunStatus(status=Status.NOT_SUBMITTED, evidence="")
-        foreign = f"job {job.id} {job.reason}" if job.id else ""
-        return replace(known, evidence="; ".join(filter(None, [foreign, known.evidence])))
+        return written or RunStatus(status=Status.NOT_SUBMITTED, evidence="")
     if job.state == "PENDING":
         return RunStatus(status=Status.WAITING, evidence=job.reason)
     if not job.has_ended:
