@@ -75,7 +75,6 @@ CASES = {
         "logs parse docs/examples/logs/a.log docs/examples/logs/b.log",
         "logs parse docs/examples/restart/part1.log docs/examples/restart/part2.log",
         "logs table docs/examples/logs",
-        "logs compare docs/examples/logs/a.log --with docs/examples/logs/b.log",
         "logs spikes docs/examples/logs/a.log docs/examples/logs/b.log",
         "logs spikes docs/examples/restart/part1.log docs/examples/restart/part2.log",
     ],

@@ -1,3 +1,3 @@
-"""Training logs into measurements: steady state, FLOPs, comparison, loss curves and spikes,
+"""Training logs into measurements: steady state, FLOPs, loss curves and spikes,
 recalibration, the next run.
 """

@@ -38,7 +38,7 @@ GROUPS = {
     "measure": "this machine or cluster, the speed of a plan",
     "convert": "plans as DeepSpeed's or Megatron-LM's settings; checkpoints",
     "slurm": "pre-flight check, scripts, jobs, sweeps, chains",
-    "logs": "training logs: parse, tabulate, compare, find loss spikes",
+    "logs": "training logs: parse, tabulate, find loss spikes",
     "debug": "hangs, slow nodes, bad restarts",
 }
 

@@ -1,9 +1,8 @@
-"""`trilane logs`: training logs in any dialect: parse, tabulate, compare, spikes."""
+"""`trilane logs`: training logs in any dialect: parse, tabulate, spikes."""
 
 from collections.abc import Sequence
 from pathlib import Path
 
-from trilane.analysis import compare as comparison
 from trilane.analysis.collect import every_iteration, frame, markdown, measure_all, parse_text
 from trilane.analysis.loss_curve import trainings
 from trilane.analysis.measure import Measurement
@@ -67,19 +66,6 @@ def table(
     rows = frame(runs, folder)
     values = {"folder": str(folder), "rows": rows.to_dict("records"), "left_out": unread}
     return Answer(as_json(values), csv_text(rows) if csv else markdown(rows))
-
-
-@command(logs)
-def compare(
-    a: tuple[Path, ...] = option(argument="A..."),
-    b: tuple[Path, ...] = option(
-        help="a log or run folder of the other variant; repeatable", name="with", metavar="B"
-    ),
-) -> Answer:
-    """Print whether the runs of B are faster than those of A: logs or run folders of
-    two variants.
-    """
-    return Answer.of(comparison.compare(read(a)[0], read(b)[0]))
 
 
 @command(logs)
