@@ -1,6 +1,4 @@
-"""Measuring: which iterations count, one meaning of TFLOPs, phases by timers, curves
-over restarts.
-"""
+"""Measuring: which iterations count, one meaning of TFLOPs, curves over restarts."""
 
 import csv
 import math
@@ -10,10 +8,12 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import pytest
+from markup import Page
 
 from trilane.analysis import loss_curve
 from trilane.analysis import measure as flops
-from trilane.analysis.measure import measure_log, phases
+from trilane.analysis.collect import MeasuredRuns
+from trilane.analysis.measure import measure_log
 from trilane.analysis.run_config import RunConfig, run_config
 from trilane.analysis.steady_state import steady_state
 from trilane.config.cluster import cluster
@@ -110,22 +110,12 @@ def test_recomputation_does_not_count_for_the_utilization():
         assert math.isnan(flops.mfu(replace(setup, **lacks), 2.0))
 
 
-def test_timers_become_phases_once_each():
-    megatron = {
-        "iteration": [1, 2], "forward-compute": 0.4, "backward-compute": 0.8, "forward-recv": 0.2, "optimizer": 0.1,
-        "backward-send-forward-recv": 0.1, "backward-params-all-reduce": 0.05,
-        "backward-embedding-all-reduce": 0.1, "optimizer-clip-main-grad": 0.03, "optimizer-inner-step": 0.05,
-        "batch-generator": 0.01, "forward-backward": 1.6,
-    }  # fmt: skip
-    found = phases(measure_log(log(2, timers=megatron)))
-    wanted = dict(optimizer=0.08, data_parallel=0.05, pipeline_wait=0.4, forward=0.4, backward=0.8)
-    assert found == pytest.approx(wanted)
-    deepspeed = dict(iteration=[1], fwd_microstep=0.3, bwd_microstep=0.7, bwd_inner_microstep=0.5)
-    deepspeed |= dict(bwd_allreduce_microstep=0.2, step_microstep=0.1)
-    assert phases(measure_log(log(1, timers=deepspeed))) == pytest.approx(
-        dict(optimizer=0.1, data_parallel=0.2, forward=0.3, backward=0.5)
-    )
-    assert phases(measure_log(log(1))) == {}
+def test_the_timers_of_logs_stand_side_by_side_as_medians():
+    megatron = {"iteration": [1, 2], "forward-compute": [0.4, 0.6], "optimizer": [0.1, 0.1]}
+    runs = (measure_log(log(2, timers=megatron)), measure_log(log(2, name="b.log")))
+    words = Page(MeasuredRuns(runs=runs).timers()).text.split()
+    assert words == ["timer", "(s)", "a.log", "b.log", "forward-compute", "0.5", "optimizer", "0.1"]
+    assert "forward" not in MeasuredRuns(runs=runs[1:]).timers()
 
 
 def test_logs_of_one_training_join_and_what_was_done_again_counts_once():

@@ -104,6 +104,16 @@ class MeasuredRuns(Table):
         logs = [run.log for run in self.drawn if "lm_loss" in run.log.iterations]
         return {names[id(group[0])]: join(group) for group in trainings(logs)}
 
+    def timers(self) -> Html:
+        """Median seconds of each timer that the logs print, those of the printing rank: a column a
+        run. Some include others; a wait of the last stage is the pipeline's fill and drain, too.
+        """
+        import pandas as pd
+
+        medians = pd.DataFrame({run.name: run.log.timers.median() for run in self.drawn})
+        rows = medians.drop(index="iteration", errors="ignore").rename_axis("timer (s)")
+        return show(rows.reset_index())
+
     def spikes(self) -> Html:
         """Spikes of all trainings, and what their restarts did not continue, as `logs spikes` has
         them.

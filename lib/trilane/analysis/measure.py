@@ -1,12 +1,10 @@
-"""Measurement: what one run's log amounts to: seconds per iteration, tokens, TFLOPs, memory, loss,
-phases.
+"""Measurement: what one run's log amounts to: seconds per iteration, tokens, TFLOPs, memory,
+loss.
 """
 
 import math
-import re
 from dataclasses import field, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -18,12 +16,8 @@ from trilane.logs.checks import median, of_card
 from trilane.logs.run import RunLog, read_run_folder
 from trilane.utils.frozen import frozen
 from trilane.utils.tables import Json, Record, as_json
-from trilane.utils.validation import shipped_json
 from trilane.workspace.status import Status
 
-# Timers of Megatron and DeepSpeed by phase, of which the first that fits takes a timer, and those
-# that include others.
-TIMERS: dict[str, Any] = shipped_json("timers")
 SIZES = ("parameters", "gpus", "dp", "tp", "pp", "mbs", "gbs")
 
 IN_JSON = {
@@ -266,28 +260,3 @@ def skipped_iterations(log: RunLog) -> int:
         total = log.column("skipped_total")
         skipped = total[np.isfinite(total)][-1:]
     return int(np.nansum(skipped))
-
-
-def phases(run: Measurement) -> dict[str, float]:
-    """Median seconds per iteration of each phase by the timers of the printing rank, also of a
-    ramp-up; {} without timers.
-
-    Megatron prints the mean over its log interval. `pipeline_wait` is what that rank spends in
-    sends, receives and the all-reduce of the shared embedding: on the last stage these include the
-    pipeline's fill and drain, so it is an upper bound of the bubble. `batch-generator` runs inside
-    forward-compute and is left out where the log has that.
-    """
-    medians = run.log.timers.drop(columns="iteration", errors="ignore").median().dropna()
-    seconds = dict.fromkeys(TIMERS["phases"], 0.0)
-    for name, median_s in medians.items():
-        # a timer that includes others that were printed too would count them twice
-        parts = TIMERS["include"].get(name)
-        if parts and len(medians.filter(regex=parts)):
-            continue
-        for phase, pattern in TIMERS["phases"].items():
-            if re.search(pattern, name):
-                seconds[phase] += float(median_s)
-                break
-    if "forward-compute" in medians:
-        seconds["data"] = 0.0
-    return {phase: value for phase, value in seconds.items() if value}

@@ -3,18 +3,12 @@
 import itertools
 from collections.abc import Sequence
 
-import pandas as pd
-from matplotlib import colormaps
 from matplotlib.figure import Figure
 
-from trilane.analysis import measure
 from trilane.analysis.measure import Measurement
 from trilane.costmodel.backtest import Backtest
-from trilane.report.plots.style import COLORS, INK, figure, finished, name_rows, plain
+from trilane.report.plots.style import COLORS, INK, figure, finished, plain
 from trilane.utils.tables import Text
-
-# other colours than those of the runs
-PARTS = colormaps["Set3"].colors  # type: ignore[attr-defined]
 
 
 def seconds_per_iteration(measurements: Sequence[Measurement]) -> Figure | Text:
@@ -30,22 +24,6 @@ def seconds_per_iteration(measurements: Sequence[Measurement]) -> Figure | Text:
     usual = [float(run.log.iterations["sec_per_it"].quantile(0.95)) for run in measurements]
     axes.set_ylim(bottom=0, top=1.5 * max(usual))
     finished(axes, "Time (dotted: the median)", xlabel="iteration", ylabel="seconds per iteration")
-    return drawn
-
-
-def phases(measurements: Sequence[Measurement]) -> Figure | Text:
-    """An iteration of each run by the log's own timers, those of the printing rank, in their order.
-
-    Each phase is the sum over the microbatches, which in truth alternate.
-    """
-    rows = {run.name: measure.phases(run) for run in measurements}
-    table = pd.DataFrame(rows).T.dropna(how="all").fillna(0.0)
-    if table.empty:
-        return Text("No log has timers of an iteration.")
-    drawn, axes = figure(8.0, 1.2 + 0.3 * len(table))
-    table.plot.barh(stacked=True, ax=axes, width=0.62, color=PARTS, ec=INK, lw=0.3)
-    name_rows(axes, table.index)
-    finished(axes, "", xlabel="seconds of an iteration")
     return drawn
 
 
