@@ -30,7 +30,7 @@ import psutil
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
-from slurm_cluster import REQUEST, SITE, Cluster, one_process_a_node, plan, started
+from slurm_cluster import REQUEST, SITE, Cluster, one_process_a_node, plan, started, submit
 from support import wait_until
 
 from trilane.slurm import client, jobs, script
@@ -96,7 +96,7 @@ class Trial:
         self.job = ""
 
     def begin(self) -> None:
-        self.job = jobs.submit(self.folder, SITE, REQUEST)
+        self.job = submit(self.folder, SITE, REQUEST)
         wait_until(lambda: iteration(self.folder) > 30, WAIT_S, "training")
 
     def node(self, place: int) -> str:

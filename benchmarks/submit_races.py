@@ -26,7 +26,7 @@ from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
-from slurm_cluster import REQUEST, SITE, plan, run_folder, started
+from slurm_cluster import REQUEST, SITE, plan, run_folder, started, submit
 from support import wait_until
 
 from trilane.slurm import attempt, client, jobs
@@ -124,7 +124,7 @@ def kill_trial(folder: Path, seconds: float, group: bool) -> Trial:
     again, twice.
     """
     read, write = os.pipe()
-    pid = fork(lambda: jobs.submit(folder, SITE, REQUEST), read)
+    pid = fork(lambda: submit(folder, SITE, REQUEST), read)
     os.write(write, b".")
     time.sleep(seconds)
     with contextlib.suppress(ProcessLookupError):
@@ -134,7 +134,7 @@ def kill_trial(folder: Path, seconds: float, group: bool) -> Trial:
     os.close(read)
     os.close(write)
     for _ in range(2):
-        together([lambda: jobs.submit(folder, SITE, REQUEST)])
+        together([lambda: submit(folder, SITE, REQUEST)])
     return Trial(
         kind="kill",
         processes=1,
@@ -152,7 +152,7 @@ def _place(folder: Path) -> str:
 
 def race_trial(folder: Path, processes: int) -> Trial:
     """So many submissions of one run at the same moment."""
-    successes = together([lambda: jobs.submit(folder, SITE, REQUEST)] * processes)
+    successes = together([lambda: submit(folder, SITE, REQUEST)] * processes)
     return Trial(
         kind="submit",
         processes=processes,
@@ -198,7 +198,7 @@ def submission_s(root: Path, count: int = 10) -> float:
     for number in range(count):
         folder = held_run(root, f"timed-{number}")
         begin = time.monotonic()
-        job = jobs.submit(folder, SITE, REQUEST)
+        job = submit(folder, SITE, REQUEST)
         seconds.append(time.monotonic() - begin)
         client.call(["scancel", job])
     return statistics.median(seconds)

@@ -239,6 +239,11 @@ def links(folder: Path) -> list[Path]:
     return sorted(paths, key=lambda path: Run(path).plan.run.start_iteration)
 
 
+def submit(folder: Path, site: Site = SITE, request: JobRequest = REQUEST) -> str:
+    """Submit the run of a folder; the job's id."""
+    return jobs.submit_all([Run(folder)], site, request)[0][1]
+
+
 def submit_chain(folder: Path, times: int = 1) -> list[str]:
     """Submit the stages of a chain in order, `times` jobs each; their ids."""
     runs = [Run(path) for path in links(folder)]

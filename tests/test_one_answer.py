@@ -14,10 +14,9 @@ from support import REPOSITORY, small_cluster
 
 from trilane.cli import plan as commands
 from trilane.cli.app import main
-from trilane.cli.plan import plan_of
 from trilane.config.cluster import cluster
 from trilane.config.model import parse_shape
-from trilane.config.plan import Plan, read_plan
+from trilane.config.plan import Plan, plan_of, read_plan
 from trilane.costmodel.calibration import to_json
 from trilane.costmodel.predict import SAFE, Prediction, predict
 from trilane.costmodel.shipped import calibration_for, default

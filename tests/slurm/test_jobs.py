@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from slurm_cluster import REQUEST, SITE, Commands, one, plan, run_folder, submit_chain
+from slurm_cluster import REQUEST, SITE, Commands, one, plan, run_folder, submit, submit_chain
 
 from trilane.cli.app import main
 from trilane.cli.slurm import folders_of
@@ -60,7 +60,7 @@ def test_a_job_that_runs_only_in_a_late_accounting_holds_no_run(commands, folder
 def test_a_run_that_a_job_still_holds_takes_no_second_one(state: str, commands, folder):
     queue(commands, f"77 {state}")
     with pytest.raises(ValueError, match=r"has job 77 already"):
-        jobs.submit(folder, SITE, REQUEST)
+        submit(folder, SITE, REQUEST)
     assert jobs.active_jobs(folder) == ["77"] and not commands.calls("sbatch")
 
 
@@ -98,7 +98,7 @@ def test_a_cut_ledger_and_a_deleted_plan_start_no_second_training(commands, fold
     both = "echo '77|RUNNING|None|1|n1|x'; echo '77|COMPLETED|None|1|n1|x'"
     commands.say("squeue", both)
     with pytest.raises(jobs.ActiveJob, match="has job 77 already"):
-        jobs.submit(folder, SITE, REQUEST)
+        submit(folder, SITE, REQUEST)
     (folder / "plan.json").unlink()
     assert main(["slurm", "status", str(folder)]) == 0
     out, _ = capsys.readouterr()
@@ -165,7 +165,7 @@ def test_a_copy_of_a_run_leaves_the_runs_job_alone(by_hand: bool, commands, fold
     assert attempt.competing(Run(folder), "78") == "job 77 trains here"
     assert not attempt.competing(Run(copy), "78")
     commands.say("sbatch", "echo 78")
-    assert jobs.submit(copy, SITE, REQUEST) == "78"
+    assert submit(copy, SITE, REQUEST) == "78"
     queue(commands)
     accounted(commands, "77 FAILED", user=f"me|{folder}")
     assert one(copy).id == "78" and not commands.calls("scancel")

@@ -29,6 +29,7 @@ from slurm_cluster import (
     run_folder,
     says,
     send,
+    submit,
     submit_chain,
 )
 from support import REPOSITORY, plant_modules, wait_until
@@ -106,7 +107,7 @@ def test_two_nodes_of_two_processes_train_to_the_end_with_the_code_that_was_subm
     text = (folder / "job.sbatch").read_text()
     export = f"#SBATCH --export=NONE\n#SBATCH --hold\nexport PYTHONPATH={installed}\nset -"
     (folder / "job.sbatch").write_text(text.replace("set -", export, 1))
-    job = jobs.submit(folder, SITE, REQUEST)
+    job = submit(folder, SITE, REQUEST)
     (installed / "trilane/__init__.py").write_text(
         "raise ImportError('the installed code has changed')\n"
     )
@@ -122,7 +123,7 @@ def test_two_nodes_of_two_processes_train_to_the_end_with_the_code_that_was_subm
     assert codes == {path.name for path in (folder / "code").iterdir()}
     wait_until(lambda: bool(client.past([job])), 60, "accounting")
     with pytest.raises(ValueError, match=r"^run folder=.*: holds a completed run; take a new one$"):
-        jobs.submit(folder, SITE, REQUEST)
+        submit(folder, SITE, REQUEST)
 
 
 def test_sbatch_accepts_every_script_of_every_site_and_the_check_refuses_what_it_does_not(
@@ -160,7 +161,7 @@ def test_the_commands_submit_show_and_cancel(cluster, site: str, tmp_path, capsy
     shown = json.loads(capsys.readouterr().out)["jobs"][0]
     assert (shown["id"], shown["verdict"], shown["nodes"]) == (job, "running", "jz-a100-[1-2]")
     with pytest.raises(ValueError, match=rf"^run folder=.*: has job {job} already"):
-        jobs.submit(folder, SITE, REQUEST)
+        submit(folder, SITE, REQUEST)
     assert main(["slurm", "cancel", str(folder), "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == {"cancelled": [job]}
     found = ended(folder)
@@ -181,7 +182,7 @@ def test_a_run_folder_with_a_hostile_name_runs_and_nothing_in_it_is_executed(clu
     trace = plant_modules(run)
     text = (run / "job.sbatch").read_text()
     (run / "job.sbatch").write_text(text[: text.index("# a small corpus is tokenized")] + "pwd\n")
-    job = jobs.submit(run, SITE, REQUEST)
+    job = submit(run, SITE, REQUEST)
     wait_until(lambda: client.states([job])[job].has_ended, 120, "end of the job")
     assert (run / f"slurm-{job}.out").read_text() == f"go: from the beginning\n{run}\n"
     assert (
@@ -198,8 +199,8 @@ def test_a_killed_submission_leaves_one_job(how: str, cluster, tmp_path, monkeyp
     monkeypatch.setattr(jobs, "SETTLE_S", 2.0)
     folder = submit_races.held_run(tmp_path, "run")
     with submit_races.changed_sbatch(tmp_path, how):
-        assert submit_races.together([lambda: jobs.submit(folder, SITE, REQUEST)]) == 0
-    submit_races.together([lambda: jobs.submit(folder, SITE, REQUEST)])
+        assert submit_races.together([lambda: submit(folder, SITE, REQUEST)]) == 0
+    submit_races.together([lambda: submit(folder, SITE, REQUEST)])
     (job,) = submit_races.jobs_of(folder)
     assert attempts.Run(folder).job_ids() == [job] == jobs.cancel([folder])
 
@@ -285,7 +286,7 @@ def test_without_the_controller_nothing_is_shown_submitted_or_cancelled(
     text = (waits / "job.sbatch").read_text()
     later = text.replace("set -", "#SBATCH --begin=now+1hour\nset -", 1)
     (waits / "job.sbatch").write_text(later)
-    job = jobs.submit(waits, SITE, REQUEST)
+    job = submit(waits, SITE, REQUEST)
     new = ["slurm", "submit", str(other), "--site", site, "--account", "xyz@a100"]
     controller = cluster.controller()
     try:
@@ -327,7 +328,7 @@ def test_one_task_for_each_process_trains_saves_at_the_signal_and_is_found_by_it
     p = plan("own", tmp_path.parent / "data", iters=LONG)
     (folder,) = script.create({tmp_path / "own": p}, own, request)
     allow(folder, 3)
-    job = jobs.submit(folder, own, request)
+    job = submit(folder, own, request)
     shown = client.call(["squeue", "-h", "-j", job, "-o", "%j"]).strip()
     assert shown == client.job_name(folder) and jobs.active_jobs(folder) == [job]
     wait_until(lambda: attempts.iteration(folder) >= 3, PATIENCE_S, says(folder))

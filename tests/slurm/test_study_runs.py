@@ -28,15 +28,17 @@ def test_the_runs_of_a_study_are_its_best_plans_and_one_with_tp_and_pp(outputs: 
     reasons = dict.fromkeys(("p0", "p1"), "fastest predicted") | {
         "p3": "control: TP and PP at work"
     }
-    assert {r.run.plan.label: r.reason for r in found.rows} == reasons
-    o = found.rows[0].run.plan.optimizer
+    assert {
+        run.plan.label: why for run, why in zip(found.runs, found.reasons, strict=True)
+    } == reasons
+    o = found.runs[0].plan.optimizer
     samples = (o.warmup_samples, o.decay_samples, o.wsd_decay_samples)
     assert (o.lr, o.min_lr, *samples) == (6e-4, 6e-4 / 10, 5120, 51200, 10240)
     seconds = predict(plans[3]).sec_per_it
     hours = 100 * seconds / 3600
     row = ["p3", plans[3].id, 8, seconds, hours, 8 * hours, math.ceil(10 * hours)]
     assert list(found.view().iloc[2]) == [*row, "control: TP and PP at work"]
-    assert list(found.start(False).to_frame()["run"]) == [r.run.folder.name for r in found.rows]
-    (link,) = chain.costs({found.rows[2].run.folder: found.rows[2].run.plan}, request)
+    assert list(found.start(False).to_frame()["run"]) == [run.folder.name for run in found.runs]
+    (link,) = chain.costs({found.runs[2].folder: found.runs[2].plan}, request)
     assert (link["nodes"], link["batches"], link["first"], link["last"]) == (1, [512], 1, 100)
     assert chain.costs_text([link] * 2).count(f"{8 * hours:.2f} GPU hours") == 2

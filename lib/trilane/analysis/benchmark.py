@@ -1,7 +1,6 @@
 """A short run of a plan, and what was measured in it."""
 
 import contextlib
-import json
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -10,7 +9,6 @@ from trilane.analysis.measure import Measurement, measure
 from trilane.analysis.steady_state import WARM_UP
 from trilane.config.batch_rampup import Ramp
 from trilane.launch.local import require_startable, run_folder, train_local
-from trilane.utils.files import write_new
 from trilane.utils.validation import require
 
 
@@ -27,8 +25,8 @@ def benchmark(plan: Path, iterations: int = 0) -> Measurement:
     require(count > WARM_UP, "iterations", count, f"must be above {WARM_UP}, of the warm-up")
     if iterations:
         run = replace(read.run, train_iters=iterations, ramp=Ramp())
-        plan = plan.with_name(f"{plan.stem}-benchmark-{iterations}.json")
-        write_new(plan, json.dumps(replace(read, run=run).to_json(), indent=1))
+        path = plan.with_name(f"{plan.stem}-benchmark-{iterations}.json")
+        plan = replace(read, run=run).save(path)
     folder = run_folder(plan)
     with contextlib.redirect_stdout(sys.stderr):  # stdout is for the result alone
         train_local(folder)

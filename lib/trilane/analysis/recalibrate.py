@@ -43,9 +43,7 @@ def fit(rows: Source, cluster: Cluster | str) -> Recalibration:
         if skipped:  # those of a file are reported
             raise ValueError(f"rows={skipped[0].row_id}: {skipped[0].reason}")
         return recalibrated(used, skipped, ignored, machine, least=2)
-    paths = matches(str(rows))
-    for name in ("runs", "measured.csv"):
-        paths = paths or matches(str(outputs_root() / rows / name))
+    paths = matches(str(rows)) or matches(str(outputs_root() / rows / "runs"))
     rule = "is neither a file, nor a folder with runs or logs, nor a study with runs"
     require(bool(paths), "rows", rows, rule)
     tables = [path for path in paths if path.suffix in SUFFIXES]

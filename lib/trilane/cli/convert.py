@@ -7,9 +7,9 @@ import shlex
 from pathlib import Path
 
 from trilane.cli.app import GROUPS, Answer, Group, command, note
-from trilane.cli.plan import Choices, plan_of
+from trilane.cli.plan import Choices
 from trilane.config.options import option
-from trilane.config.plan import read_plan
+from trilane.config.plan import plan_of, read_plan
 from trilane.config.shapes import read_shape
 from trilane.interop.deepspeed_config import deepspeed_config, read_deepspeed
 from trilane.interop.megatron_args import megatron_args, megatron_text

@@ -9,12 +9,10 @@ from typing import Annotated, Any
 
 from trilane.analysis.plan_report import plan_report
 from trilane.cli.app import GROUPS, Answer, Group, command, note
-from trilane.config.cluster import Cluster
-from trilane.config.engines import ENGINES, default_topology, label_of
-from trilane.config.model import ModelShape
+from trilane.config.engines import ENGINES
 from trilane.config.options import option
 from trilane.config.parallelism import Topology
-from trilane.config.plan import Plan, read_plan
+from trilane.config.plan import plan_of, read_plan
 from trilane.config.shapes import read_shape
 from trilane.costmodel import backtest as measured
 from trilane.costmodel.shipped import calibration_for, constants_of
@@ -163,15 +161,6 @@ def require_either(plan: Path | None, given: dict[str, Any], needed: Iterable[st
     for name in needed:
         is_there = plan is not None or bool(given.get(name))
         require(is_there, name, "missing", "needed where no plan is named")
-
-
-def plan_of(shape: ModelShape, cluster: Cluster, engine: str, choices: dict[str, Any]) -> Plan:
-    """The plan of these choices, with the defaults of cluster and engine for what they
-    leave open.
-    """
-    topology = default_topology(shape, cluster, engine, **choices)
-    label = label_of(shape, cluster, topology, engine)
-    return Plan(label=label, shape=shape, cluster=cluster, topology=topology, engine=engine)
 
 
 @command(plan)

@@ -13,6 +13,7 @@ from trilane.config.batch_rampup import Batch
 from trilane.config.cluster import Cluster, cluster
 from trilane.config.engines import (
     ENGINES,
+    default_topology,
     drops_hidden,
     label_of,
     sums_in_fp32,
@@ -23,7 +24,7 @@ from trilane.config.model import ModelShape
 from trilane.config.options import Rules, changed, check, option
 from trilane.config.parallelism import HasTopology, Topology, invalid_reason
 from trilane.config.training import Data, Dropout, Optimizer, Run, inside
-from trilane.utils.files import hash_of
+from trilane.utils.files import hash_of, write_new
 from trilane.utils.frozen import frozen
 from trilane.utils.tables import DataFrame, Record
 from trilane.utils.validation import (
@@ -195,8 +196,7 @@ class Plan(Record, HasTopology):
 
     def save(self, path: Path | str) -> Path:
         """Write the plan as a new file of JSON."""
-        with Path(path).open("x", encoding="utf-8") as file:
-            json.dump(self.to_json(), file, indent=1)
+        write_new(Path(path), json.dumps(self.to_json(), indent=1))
         return Path(path)
 
     def to_frame(self) -> DataFrame:
@@ -211,6 +211,15 @@ class Plan(Record, HasTopology):
         """The plan as the JSON object of plan.json."""
         values = to_mapping(self).items()
         return {name: value for name, value in values if value is not None}
+
+
+def plan_of(shape: ModelShape, cluster: Cluster, engine: str, choices: dict[str, Any]) -> Plan:
+    """The plan of these choices, with the defaults of cluster and engine for what they
+    leave open.
+    """
+    topology = default_topology(shape, cluster, engine, **choices)
+    label = label_of(shape, cluster, topology, engine)
+    return Plan(label=label, shape=shape, cluster=cluster, topology=topology, engine=engine)
 
 
 def plan_from_json(values: dict[str, Any]) -> Plan:

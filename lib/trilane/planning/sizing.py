@@ -11,10 +11,10 @@ from functools import cached_property
 from typing import Any
 
 from trilane.config.cluster import Cluster
-from trilane.config.engines import ENGINES, default_topology, label_of
+from trilane.config.engines import ENGINES
 from trilane.config.model import ModelShape, padded_vocab_size
 from trilane.config.parallelism import Topology, invalid_reason
-from trilane.config.plan import Plan
+from trilane.config.plan import Plan, plan_of
 from trilane.costmodel.predict import SAFE, predict
 from trilane.forecasting.forecast import forecast
 from trilane.planning.search import search
@@ -269,12 +269,10 @@ def _proposal(plan: Plan, request: SizeRequest) -> Proposal:
     if plan.shape.num_key_value_heads is None:
         counts = usable_heads(plan.shape.hidden_size, t.tp)
     for heads in counts:
-        shape = replace(plan.shape, num_attention_heads=heads)
-        label = label_of(shape, plan.cluster, t, plan.engine)
-        other = replace(plan, shape=shape, label=label)
+        other = plan.replace(shape=replace(plan.shape, num_attention_heads=heads))
         p = predict(other, request.calibration)
         if p.oom_probability <= max(SAFE, prediction.oom_probability):
-            able.append((len(broken_rules(shape, t)), p.sec_per_it, other))
+            able.append((len(broken_rules(other.shape, t)), p.sec_per_it, other))
     if able:
         plan = min(able, key=lambda tried: tried[:2])[2]
     return proposed(plan, request, broken_rules(plan.shape, t))
@@ -369,8 +367,7 @@ def survey_shapes(
                 seq_length=seq_length,
                 vocab_size=padded_vocab_size(vocabulary),
             )
-            t = default_topology(shape, cluster, mbs=gbs, gbs=gbs)
-            plan = Plan(label=t.label, shape=shape, cluster=cluster, topology=t)
+            plan = plan_of(shape, cluster, ENGINES[0], {"mbs": gbs, "gbs": gbs})
             rows.append(Candidate(plan=plan))
     require(bool(rows), "head_dim", head_dim, "must divide some hidden size of 64, 128, ... 448")
     rows.sort(key=lambda c: (c.plan.shape.parameters, -c.prediction.sec_per_it))

@@ -13,8 +13,6 @@ from unittest import mock
 import nbformat
 import papermill
 from papermill.exceptions import PapermillExecutionError
-from papermill.iorw import load_notebook_node
-from papermill.parameterize import parameterize_notebook
 from traitlets.config import Config
 
 from trilane.report.html import notebook_html, parameters, read_notebook, state
@@ -25,7 +23,6 @@ from trilane.utils.process import environment, python, replace_by
 from trilane.utils.progress import BATCH
 from trilane.utils.validation import require, require_known
 from trilane.workspace.installation import outputs_root, shipped, stamp
-from trilane.workspace.run import write_text
 from trilane.workspace.study import Study, load_cluster
 
 # The notebooks of `all`, in order: of this machine, which trains, and of another cluster
@@ -203,6 +200,6 @@ def copy_into(study: Study, name: str, values: Mapping[str, Any]) -> Path:
     if path.exists():
         return path
     given = {**parameters(_execution(study, name)), **values, "study": study.name}
-    source = load_notebook_node(str(path_of(name)))
-    notebook = parameterize_notebook(source, given)
-    return write_text(path, nbformat.writes(notebook) + "\n")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    papermill.execute_notebook(path_of(name), path, given, prepare_only=True)
+    return path

@@ -41,11 +41,6 @@ class ActiveJob(ValueError):
         return str(self.args[0])
 
 
-def submit(folder: Path, site: Site, request: JobRequest) -> str:
-    """Submit the run of a folder, as submit_all(); the job's id."""
-    return submit_all([Run(folder)], site, request)[0][1]
-
-
 def submit_all(
     runs: Sequence[Run],
     site: Site,

@@ -3,12 +3,10 @@ and followed, and of a table of plans (a sweep).
 """
 
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from trilane.config.engines import label_of
 from trilane.config.plan import Plan, plan_from_json
 from trilane.config.training import Data, Optimizer
 from trilane.config.training import Run as Limits
@@ -30,17 +28,10 @@ from trilane.workspace.study import Study
 
 
 @frozen
-class StudyRun:
-    """A run, and why its plan was chosen."""
-
-    run: Run
-    reason: str
-
-
-@frozen
 class StudyRuns(Table):
-    """The runs of a study for one site and one request; as a table, the plans, their costs without
-    starts and saves (in jobs of one time limit each), and why they were chosen.
+    """The runs of a study for one site and one request, and why each plan was chosen; as a table,
+    the plans, their costs without starts and saves (in jobs of one time limit each), and the
+    reasons.
     """
 
     shown = "label id gpus sec_per_it hours gpu_hours jobs why"
@@ -48,26 +39,26 @@ class StudyRuns(Table):
     study: Study
     site: Site
     request: JobRequest
-    rows: tuple[StudyRun, ...]
+    runs: tuple[Run, ...]
+    reasons: tuple[str, ...]
 
     def to_frame(self) -> DataFrame:
         """A row a plan: label, id, why it was chosen, predicted sec_per_it, and chain.costs()."""
         import pandas as pd
 
-        plans = {row.run.folder: row.run.plan for row in self.rows}
+        plans = {run.folder: run.plan for run in self.runs}
         frame = pd.DataFrame(chain.costs(plans, self.request))
         frame["label"] = [plan.label for plan in plans.values()]
         frame["id"] = [plan.id for plan in plans.values()]
         frame["sec_per_it"] = [predict(plan).sec_per_it for plan in plans.values()]
-        frame["why"] = [row.reason for row in self.rows]
+        frame["why"] = self.reasons
         return frame
 
     @cached_property
     def findings(self) -> dict[str, list[JobFinding]]:
         """The findings of the pre-flight check by the names of the runs that are not completed."""
         found = {}
-        for row in self.rows:
-            run = row.run
+        for run in self.runs:
             if not run.is_completed:
                 found[run.folder.name] = check_job(run.plan, self.site, self.request, run)
         return found
@@ -87,7 +78,7 @@ class StudyRuns(Table):
         """
         is_refused = not self.site.is_local and any(map(refused, self.findings.values()))
         rows = []
-        for run in progress([row.run for row in self.rows], "runs", "run"):
+        for run in progress(self.runs, "runs", "run"):
             job = "not started: dry run"
             if is_refused:
                 job = "not started: the check refuses a run"
@@ -105,13 +96,13 @@ class StudyRuns(Table):
                 put_aside(run.folder, keep=resumes)
                 return f"{train_local(run.folder, resume=resumes).status}, on this machine"
         try:
-            return jobs.submit(run.folder, self.site, self.request)
+            return jobs.submit_all([run], self.site, self.request)[0][1]
         except jobs.ActiveJob as error:
             return f"has job {', '.join(error.args[1])} already"
 
     def status(self) -> jobs.JobTable:
         """The status of each run."""
-        return jobs.job_status(row.run.folder for row in self.rows)
+        return jobs.job_status(run.folder for run in self.runs)
 
     def summary(self) -> Text:
         """How many runs are completed, and the commands for the others; RuntimeError where one has
@@ -162,14 +153,15 @@ def prepare_runs(
             reasons[number] = "control: TP and PP at work"
             break
     data = Data(source=corpus, tokenizer=tokenizer, folder=str(outputs_root() / "data"))
-    rows = []
-    for number, reason in reasons.items():
+    runs = []
+    for number in reasons:
         before = plans[number]
         plan = _trained(before, engine or before.engine, data, lr, decay_style, Limits(**run))
         files = script.files(plan, of_script, request)
         folder, _ = study.run_folder(plan, files, jobs.active_jobs)
-        rows.append(StudyRun(run=Run(folder), reason=reason))
-    return StudyRuns(study=study, site=where, request=request, rows=tuple(rows))
+        runs.append(Run(folder))
+    why = tuple(reasons.values())
+    return StudyRuns(study=study, site=where, request=request, runs=tuple(runs), reasons=why)
 
 
 def _trained(
@@ -188,10 +180,7 @@ def _trained(
         decay_style=style,
         wsd_decay_samples=samples // 5 if style == "WSD" else 0,
     )
-    label = searched.label
-    if engine != searched.engine:
-        label = label_of(searched.shape, searched.cluster, searched.topology, engine)
-    return replace(searched, label=label, engine=engine, data=data, optimizer=optimizer, run=limits)
+    return searched.replace(engine=engine, data=data, optimizer=optimizer, run=limits)
 
 
 def read_plans(path: Path) -> list[dict[str, Any]]:
