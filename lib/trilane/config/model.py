@@ -1,5 +1,5 @@
-"""ModelShape: the sizes of a decoder (GPT, BLOOM, Llama, Mixtral, ...), its parameters and its FLOPs
-per iteration.
+"""ModelShape: the sizes of a decoder (GPT, BLOOM, Llama, Mixtral, ...), its parameters and its
+FLOPs per iteration.
 """
 
 from typing import Any

@@ -24,8 +24,8 @@ from trilane.utils.frozen import frozen
 class IterationTime(Parts):
     """Where the seconds of one iteration go.
 
-    `expert_parallel` is the exchange of tokens between experts. `elementwise` includes kernels' waits for their launch, `optimizer` what an offloaded one moves
-    over PCIe.
+    `expert_parallel` is the exchange of tokens between experts. `elementwise` includes kernels'
+    waits for their launch, `optimizer` what an offloaded one moves over PCIe.
     """
 
     matmul: float

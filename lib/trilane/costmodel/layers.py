@@ -188,9 +188,9 @@ class ExpertTime(NamedTuple):
 
 
 def expert_seconds(setting: Setting) -> ExpertTime:
-    """The experts of a layer: as many products at once as a GPU has experts, each of the tokens that
-    it gets; routing is balanced, as benchmarks force it to be (learned, the worst rank has 1.3 to 2
-    times as many). Copies are made, sorted, weighed and summed: 10 passes over them.
+    """The experts of a layer: as many products at once as a GPU has experts, each of the tokens
+    that it gets; routing is balanced, as benchmarks force it to be (learned, the worst rank has
+    1.3 to 2 times as many). Copies are made, sorted, weighed and summed: 10 passes over them.
     """
     x, cluster, _ = setting
     held = x.experts / x.ep

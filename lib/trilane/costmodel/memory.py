@@ -327,8 +327,8 @@ def stage_parameters(columns: Columns, stage: Number) -> Number:
 def model_states(
     columns: Columns, stage: Number, constants: MemoryConstants
 ) -> tuple[Number, Number, Number]:
-    """Bytes of weights, gradients and optimizer of one GPU, before any offload; those of experts are
-    divided by the ranks that hold the same.
+    """Bytes of weights, gradients and optimizer of one GPU, before any offload; those of experts
+    are divided by the ranks that hold the same.
     """
     x = columns
     plain = _states(x, stage_parameters(x, stage), constants)

@@ -156,8 +156,8 @@ def _of_plan(plan: Plan) -> dict[str, Any]:
 
 
 def _of_experts(shape: ModelShape, topology: Topology) -> dict[str, Any]:
-    """What a mixture of experts has in another form; its defaults are tp GPUs an expert, two experts
-    a token and a balancing loss.
+    """What a mixture of experts has in another form; its defaults are tp GPUs an expert, two
+    experts a token and a balancing loss.
     """
     values: dict[str, Any] = {
         "expert-tensor-parallel-size": topology.etp,

@@ -96,8 +96,8 @@ class _Search:
         self.runnable = 0
 
     def block(self, sizes: ParallelSizes) -> dict[str, np.ndarray]:
-        """What no rule refuses of one tp x pp x dp x cp x ep, as numbers of Columns, (R,); the refused
-        are counted under the first rule that they break.
+        """What no rule refuses of one tp x pp x dp x cp x ep, as numbers of Columns, (R,); the
+        refused are counted under the first rule that they break.
         """
         tp, pp, dp, cp, _ = sizes
         mbs = self.space.batches(dp)
