@@ -167,8 +167,31 @@ def add_by_autograd(ddp: Any) -> None:
         del parameter.grad_added_to_main_grad
         parameter.grad_dtype = None  # fp32 for values of 16 bits
     ddp.params_with_grad = []
-    if ddp.dp_cp_group.size() == 1:  # gloo takes milliseconds to reduce what no other rank has
+    # gloo takes milliseconds to reduce what no other rank has; experts have other replicas
+    if ddp.dp_cp_group.size() == 1 and not ddp.expert_parallel_bucket_groups:
         ddp.finish_grad_sync = lambda **_: None
+
+
+def use_experts() -> None:
+    """Let megatron-core have experts without Transformer Engine, and without a GPU."""
+    from megatron.core.transformer.moe import moe_utils
+    from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
+
+    if not hasattr(moe_utils, "te_general_gemm"):  # 0.16.1 asks for what it has not imported
+        put(moe_utils, te_general_gemm=None)
+    if not torch.cuda.is_available():
+        put(MoEAlltoAllTokenDispatcher, cuda_dtoh_stream=0, _maybe_dtoh_and_synchronize=_as_numbers)
+
+
+def _as_numbers(dispatcher: Any, point: str, counts: Any = None) -> Any:
+    """Numbers of tokens as numpy's: gloo's all-to-all takes no tensors for them, and megatron-core
+    moves those of a card alone.
+    """
+    for name in ("input_splits", "output_splits", "output_splits_tp"):
+        sizes = getattr(dispatcher, name)
+        if sizes is not None:
+            put(dispatcher, **{name: np.asarray(sizes)})
+    return counts
 
 
 def use_cpu() -> None:

@@ -1,5 +1,5 @@
 """The reference for every engine and topology: a plain torch GPT in one process with
-torch's AdamW.
+torch's AdamW, in fp64.
 """
 
 import math
@@ -18,6 +18,8 @@ from trilane_engine.world import World
 
 WORDS = "embedding.word_embeddings.weight"
 Weights = Mapping[str, torch.Tensor]
+# whether a token goes to an expert, and the softmax over all experts, both (B, T, E)
+Routed = tuple[torch.Tensor, torch.Tensor]
 ACTIVATIONS = {
     "gelu": F.gelu,
     "gelu-tanh": lambda x: F.gelu(x, approximate="tanh"),
@@ -31,8 +33,10 @@ ACTIVATIONS = {
 }
 
 
-def logits(w: Weights, shape: ModelShape, tokens: torch.Tensor) -> torch.Tensor:
-    """Tokens (B, T) -> logits (B, T, V)."""
+def logits(
+    w: Weights, shape: ModelShape, tokens: torch.Tensor, routed: list[Routed] | None = None
+) -> torch.Tensor:
+    """Tokens (B, T) -> logits (B, T, V); `routed` gets the choices of each layer with experts."""
     x = w[WORDS][tokens]
     if shape.positions == "learned":
         x = x + w["embedding.position_embeddings.weight"][: tokens.shape[1]]
@@ -42,14 +46,27 @@ def logits(w: Weights, shape: ModelShape, tokens: torch.Tensor) -> torch.Tensor:
         layer = f"decoder.layers.{i}"
         normed = norm(w, shape, f"{layer}.input_layernorm", x)
         x = x + attention(w, f"{layer}.self_attention", shape, normed, i + 1)
-        x = x + mlp(w, f"{layer}.mlp", shape, norm(w, shape, f"{layer}.pre_mlp_layernorm", x))
+        normed = norm(w, shape, f"{layer}.pre_mlp_layernorm", x)
+        if f"{layer}.mlp.router.weight" in w:
+            out, choices = mixture(w, f"{layer}.mlp", shape, normed)
+            x = x + out
+            if routed is not None:
+                routed.append(choices)
+        else:
+            x = x + mlp(w, f"{layer}.mlp", shape, normed)
     head = w[WORDS] if shape.tied_embeddings else w["output_layer.weight"]
     return norm(w, shape, "decoder.final_layernorm", x) @ head.T
 
 
-def loss(w: Weights, shape: ModelShape, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+def loss(
+    w: Weights,
+    shape: ModelShape,
+    tokens: torch.Tensor,
+    labels: torch.Tensor,
+    routed: list[Routed] | None = None,
+) -> torch.Tensor:
     """Mean cross-entropy in nats; tokens and labels (B, T)."""
-    return F.cross_entropy(logits(w, shape, tokens).flatten(0, 1), labels.flatten())
+    return F.cross_entropy(logits(w, shape, tokens, routed).flatten(0, 1), labels.flatten())
 
 
 def linear(w: Weights, name: str, x: torch.Tensor) -> torch.Tensor:
@@ -92,7 +109,8 @@ def turned(x: torch.Tensor, base: float) -> torch.Tensor:
     base^(-2 i / D)).
     """
     T, D = x.shape[-2:]
-    angles = torch.outer(torch.arange(T), base ** (-torch.arange(0, D, 2) / D))
+    steps = torch.arange(0, D, 2, dtype=x.dtype) / D
+    angles = torch.outer(torch.arange(T, dtype=x.dtype), base**-steps)
     pairs = torch.complex(x[..., : D // 2], x[..., D // 2 :])
     pairs = pairs * torch.polar(torch.ones_like(angles), angles)
     return torch.cat((pairs.real, pairs.imag), -1)
@@ -121,13 +139,48 @@ def mlp(w: Weights, name: str, shape: ModelShape, x: torch.Tensor) -> torch.Tens
     return linear(w, f"{name}.linear_fc2", act(gate) * inner)
 
 
+def mixture(
+    w: Weights, name: str, shape: ModelShape, x: torch.Tensor
+) -> tuple[torch.Tensor, Routed]:
+    """Every expert of every token, weighted by 0 where it was not chosen; the softmax is over all
+    experts before the choice, or over the chosen. And the choices.
+    """
+    scores = linear(w, f"{name}.router", x)
+    best, places = scores.topk(shape.top_k)
+    chosen = torch.zeros_like(scores).scatter(-1, places, 1.0)
+    shares = scores.softmax(-1)
+    weights = shares.gather(-1, places) if shape.router_pre_softmax else best.softmax(-1)
+    weights = torch.zeros_like(scores).scatter(-1, places, weights * shape.router_scaling)
+    out = torch.zeros_like(x)
+    for n in range(shape.experts):
+        out = out + weights[..., n : n + 1] * mlp(w, f"{name}.experts.{n}", shape, x)
+    if shape.shared_experts:
+        shared = mlp(w, f"{name}.shared_experts", shape, x)
+        if shape.shared_gate:
+            shared = shared * F.linear(x, w[f"{name}.shared_experts.gate_weight"]).sigmoid()
+        out = out + shared
+    return out, (chosen, shares)
+
+
+def aux_loss(shape: ModelShape, routed: list[Routed], mbs: int) -> torch.Tensor | float:
+    """E sum over experts of (share of the choices) x (mean share), of each microbatch and layer:
+    Fedus et al. 2022, arXiv:2101.03961, equation 4; the mean over microbatches, times aux_loss.
+    """
+    total = 0.0
+    for pair in routed:
+        chosen, shares = [x.view(-1, mbs * x.shape[1], shape.experts).mean(1) for x in pair]
+        total = total + (chosen / shape.top_k * shares).sum(-1).mean() * shape.experts
+    return shape.aux_loss * total
+
+
 def train(plan: Plan) -> tuple[list[dict[str, float]], list[dict[str, float]]]:
     """Loss and gradient norm of each iteration, and validation losses: whole batches on the CPU, in
-    fp32, by the names of steps.jsonl and validation.jsonl.
+    fp64, by the names of steps.jsonl and validation.jsonl.
     """
     o = plan.optimizer
     sizes = whole_sizes(plan.shape)
-    w = {name: torch.nn.Parameter(initial_tensor(name, sizes[name], plan)) for name in sizes}
+    drawn = {name: initial_tensor(name, sizes[name], plan).double() for name in sizes}
+    w = {name: torch.nn.Parameter(tensor) for name, tensor in drawn.items()}
     single = World(rank=0, size=1, device=torch.device("cpu"))
     prefixes = prepare_all(plan.data, plan.shape)
     samples = samples_of(plan, single, prefixes)
@@ -145,8 +198,9 @@ def train(plan: Plan) -> tuple[list[dict[str, float]], list[dict[str, float]]]:
         for group in adam.param_groups:
             group["lr"] = o.learning_rate(batch.end, plan.samples)
         adam.zero_grad()
-        value = loss(w, plan.shape, *batch_of(samples, range(batch.first, batch.end)))
-        value.backward()
+        routed = list[Routed]()
+        value = loss(w, plan.shape, *batch_of(samples, range(batch.first, batch.end)), routed)
+        (value + aux_loss(plan.shape, routed, plan.topology.mbs)).backward()
         grad_norm = torch.nn.utils.clip_grad_norm_(w.values(), o.clip_grad).item()
         history.append({"lm_loss": value.item(), "grad_norm": grad_norm})
         adam.step()

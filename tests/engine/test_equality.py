@@ -17,7 +17,10 @@ NAMES = {
     "TP2 PP2 DP2 distributed optimizer, interleaved, sequence parallel, overlapped;"
     "CP2 PP2 DP2 recompute selective; TP2 fp16;"
     "TP2 CP2 distributed optimizer, sequence parallel, Llama;"
-    "TP2 PP2 scores, torch's Adam; TP2 PP2 Apertus; PP2 DP2 distributed optimizer bf16",
+    "TP2 PP2 scores, torch's Adam; TP2 PP2 Apertus; PP2 DP2 distributed optimizer bf16;"
+    "DP4 EP2 distributed optimizer, both overlaps; TP4 EP2 sequence parallel, shared experts;"
+    "TP2 DP2 EP4 distributed optimizer, recompute selective, shared experts;"
+    "PP2 DP2 EP2 interleaved, shared experts",
     "deepspeed-zero": "ZeRO-1 TP2 DP2 sequence parallel;"
     "ZeRO-3 TP2 DP2 overlapped; ZeRO-3 TP2 Apertus",
     "deepspeed-3d": "TP2 PP2 sequence parallel, recompute full; TP2 PP2 BLOOM; PP2 fp32 sums bf16",
@@ -36,7 +39,7 @@ def test_every_loss_is_that_of_one_process(
     row: Row, train, truth: Callable, held_out: Callable, data, tmp_path
 ):
     """fp32, gloo: losses, also on what is held out, within 1e-5; gradient norms, on which clipping
-    hangs, 1e-4.
+    hangs, 1e-4. With experts 2e-6 and 1e-5.
 
     8 and 11 bits of mantissa, fp32 masters: losses within 2e-3, the norms within 2 %.
     """
@@ -50,7 +53,8 @@ def test_every_loss_is_that_of_one_process(
     assert [s["lm_loss"] for s in steps] == pytest.approx(
         [loss for loss, _ in expected], abs=row.bound, rel=0
     )
-    norms, close = [s["grad_norm"] for s in steps], 1e-4 if row.precision == "fp32" else 2e-2
+    close = 5 * row.bound if row.task.shape.experts else 10 * row.bound
+    norms = [s["grad_norm"] for s in steps]
     assert norms == pytest.approx([norm for _, norm in expected], rel=close)
     found = [
         [at, pytest.approx(loss, abs=row.bound, rel=0)]

@@ -254,9 +254,15 @@ def _megatron_rules(shape: ModelShape, t: Any) -> Rules:
         is_aligned = is_aligned & (width // t.tp % 16 == 0)
     yield (t.precision != "fp8") | is_aligned, "precision", rule
     if shape.experts:
-        # megatron-core 0.16.1 to 0.18.2 sums over the wrong group there, without a word
-        is_whole = t.tp == 1 or t.ep * t.etp > 1
-        yield is_whole, "etp", "trains a mixture with tp above 1 by etp or ep above 1"
+        # megatron-core 0.16.1 to 0.18.2 sums over the wrong group elsewhere, without a word
+        is_whole = (t.ep > 1) | (t.etp == t.tp)
+        yield is_whole, "etp", "trains experts with ep above 1, or etp equal to tp"
+        yield shape.activation == "swiglu", "activation", "has experts with swiglu alone"
+        yield shape.biases != "all", "biases", "has experts without biases"
+        # softmax over one is 1: the router would have no gradient
+        has_gradient = shape.top_k > 1 or shape.router_pre_softmax
+        yield has_gradient, "top_k", "trains a choice of one with router_pre_softmax alone"
+        yield t.overlap_tp == 0, "overlap_tp", "has no Transformer Engine for experts"
         yield t.precision != "fp8", "precision", "has no fp8 experts"
     yield t.zero <= 1, "zero", "has ZeRO stage 0 and 1 (its distributed optimizer)"
     yield t.offload == "none", "offload", "does not offload"

@@ -103,11 +103,17 @@ class Plan(Record, HasTopology):
         yield t.gpus <= self.cluster.max_gpus, "topology.gpus", "must not exceed the cluster"
         is_megatron = self.engine == "megatron"
         yield is_megatron or not self.layer, "layer", "the engine megatron alone trains one"
-        rule = "the engine megatron alone has Transformer Engine"
-        yield is_megatron or run.fused != "te", "run.fused", rule
+        has_experts = self.shape.experts > 0
+        yield not (has_experts and self.layer), "layer", "a layer of your own has no experts"
+        rule = "the engine megatron alone has Transformer Engine, and not for experts"
+        yield (is_megatron and not has_experts) or run.fused != "te", "run.fused", rule
+        is_cpu = self.cluster.gpu.kind == "cpu"
+        rule = "must be 1 where ep is above 1 on CPUs: gloo gathers parts of one size alone"
+        yield not is_cpu or t.ep == 1 or t.etp == 1, "topology.etp", rule
         # others have messages, or generators to rewind, between the operations of a layer
-        plain = is_megatron and t.tp == t.cp == 1 and not self.dropout.attention and not self.layer
-        rule = "compiles megatron's own layers with tp=1, cp=1 and no attention dropout"
+        plain = is_megatron and t.tp == t.cp == 1 and not self.dropout.attention
+        plain = plain and not (self.layer or has_experts)
+        rule = "compiles megatron's dense layers with tp=1, cp=1 and no attention dropout"
         yield plain or run.fused != "layer", "run.fused", rule
         drops = drops_hidden(self.engine, self.shape)
         rule = "engine hf-zero3 drops hidden values in GPT-2 alone"

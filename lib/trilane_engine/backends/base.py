@@ -14,6 +14,7 @@ from torch import Tensor
 from trilane.config.plan import Plan
 from trilane.utils.frozen import frozen
 from trilane_engine.model import fused
+from trilane_engine.model.experts import tensor_parallel
 from trilane_engine.model.parameters import Piece, paired
 from trilane_engine.model.rng import seed_streams
 from trilane_engine.world import World
@@ -86,11 +87,10 @@ def pieces(named: Named) -> list[Piece]:
     """This rank's pieces of parameters. What tensor parallelism does not split is written by its
     ranks in turn.
     """
-    rank = parallel_state.get_tensor_model_parallel_rank()
-    tp = parallel_state.get_tensor_model_parallel_world_size()
     is_first_stage = parallel_state.is_pipeline_first_stage(ignore_virtual=True)
     rank_pieces = []
     for number, (name, parameter) in enumerate(named):
+        rank, tp = tensor_parallel(name)
         gated = getattr(parameter, "partition_stride", 1) == 2
         # under ZeRO-3 itself is empty
         whole = [*paired(getattr(parameter, "ds_shape", parameter.shape), gated)]
@@ -133,6 +133,8 @@ class Engine:
             t.pp,
             virtual_pipeline_model_parallel_size=t.interleaving if t.interleaving > 1 else None,
             context_parallel_size=t.cp,
+            expert_model_parallel_size=t.ep,
+            expert_tensor_parallel_size=t.etp,
             create_gloo_process_groups=False,
         )
         seed_streams(plan.run.seed)

@@ -53,6 +53,8 @@ class Megatron(Engine):
         t = plan.topology
         te.start(plan, self._positions.device)
         settings = apply(self._kernels, transformer_config(plan))
+        if plan.shape.experts:
+            patches.use_experts()
         if te.is_chosen(settings):
             self.path += "; Transformer Engine's layers"
         layer_of_plan = None
@@ -193,7 +195,8 @@ def _layout(ddp: DistributedDataParallelConfig, chunk: nn.Module) -> dict[str, A
     replicas = parallel_state.get_data_parallel_world_size(with_context_parallel=True)
     parameters = [parameter for parameter in chunk.parameters() if parameter.requires_grad]
     bucket_size = ddp.bucket_size if is_cut else None
-    return {"full_param_layout": compute(parameters, bucket_size, replicas, ddp)}
+    of_experts = parallel_state.get_expert_data_parallel_world_size()
+    return {"full_param_layout": compute(parameters, bucket_size, replicas, ddp, of_experts)}
 
 
 def _optimizer_config(plan: Plan) -> OptimizerConfig:

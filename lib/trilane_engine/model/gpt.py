@@ -27,11 +27,12 @@ from megatron.core.transformer.transformer_block import (
     get_num_layers_to_build,
 )
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from torch import Tensor, nn
 
 from trilane.config.model import ModelShape
 from trilane.config.plan import Plan
-from trilane_engine.model import context, fused, te
+from trilane_engine.model import context, experts, fused, te
 from trilane_engine.model.fused import DTYPES, GPT, compiled
 from trilane_engine.model.layer import MLP, XIELU, ColumnLinear, Layer, RowLinear, SelfAttention
 from trilane_engine.model.parameters import initial_range, is_gated_fc1, split_dim
@@ -265,13 +266,15 @@ def sum_over_tp(gradient: Tensor) -> Tensor:
     return whole
 
 
-def layer_spec(shape: ModelShape, config: TransformerConfig) -> ModuleSpec:
-    """One layer: norm, attention, norm, MLP."""
+def layer_spec(shape: ModelShape, config: TransformerConfig, number: int = 0) -> ModuleSpec:
+    """Layer `number`, from 0: norm, attention, norm, MLP or experts."""
     spec = get_gpt_layer_local_spec()
     spec.module = Layer
     parts = spec.submodules
     parts.self_attention.module = SelfAttention
     parts.mlp = MLP
+    if number >= shape.num_layers - shape.expert_layers:
+        parts.mlp = experts.experts_spec()
     fused_parts = te.is_chosen(config)
     norm = te.Norm if fused_parts else Norm
     parts.input_layernorm = parts.pre_mlp_layernorm = norm
@@ -313,6 +316,7 @@ def transformer_config(plan: Plan) -> TransformerConfig:
         fp16=t.precision == "fp16",
         bf16=t.precision in ("bf16", "fp8"),
         **te.settings(plan),
+        **experts.settings(plan),
         tensor_model_parallel_size=t.tp,
         pipeline_model_parallel_size=t.pp,
         virtual_pipeline_model_parallel_size=t.interleaving if interleaved else None,
@@ -362,7 +366,9 @@ def empty_chunk(
     """
     shape = plan.shape
     stage = {"ignore_virtual": False, "vp_stage": vp_stage}
-    layers = [layer or layer_spec(shape, settings)] * get_num_layers_to_build(settings, vp_stage)
+    first = get_transformer_layer_offset(settings, vp_stage)
+    numbers = range(first, first + get_num_layers_to_build(settings, vp_stage))
+    layers = [layer or layer_spec(shape, settings, number) for number in numbers]
     model = GPT(
         config=settings,
         transformer_layer_spec=TransformerBlockSubmodules(layer_specs=layers, layer_norm=Norm),
@@ -401,9 +407,8 @@ def fill_parameters(named: Iterable[tuple[str, nn.Parameter]], plan: Plan) -> No
     An own layer's parameters keep what its class gave them, but for what megatron-core's linear
     layers divide.
     """
-    rank = parallel_state.get_tensor_model_parallel_rank()
-    tp = plan.topology.tp
     for name, parameter in named:
+        rank, tp = experts.tensor_parallel(name)
         # as those of an own layer are
         is_marked = getattr(parameter, "tensor_model_parallel", False)
         if plan.layer and ".layers." in name and not is_marked:
@@ -448,9 +453,15 @@ def canonical_parameters(model: GPTModel, tied: bool) -> Iterator[tuple[str, nn.
         """Layers count from the first stage."""
         return str(model.decoder.layers[int(place[0])].layer_number - 1)
 
+    def numbered_expert(place: re.Match[str]) -> str:
+        """Experts count from those of the first rank."""
+        held = model.config.num_moe_experts // parallel_state.get_expert_model_parallel_world_size()
+        return str(held * parallel_state.get_expert_model_parallel_rank() + int(place[1]))
+
     for name, parameter in model.named_parameters():
         name = name.replace(".embedding_dropout.", ".")
         name = re.sub(r"(?<=decoder\.layers\.)\d+", numbered, name)
+        name = re.sub(r"local_experts\.(\d+)", numbered_expert, name)
         if tied and name == "output_layer.weight":
             name = "embedding.word_embeddings.weight"
         yield name, parameter

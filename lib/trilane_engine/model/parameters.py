@@ -25,7 +25,7 @@ Box = tuple[tuple[int, int], ...]  # (first, last + 1) in each dimension of the 
 
 def is_gated_fc1(name: str, shape: ModelShape) -> bool:
     """Whether parameter `name` holds two matrices, gate and up, of a gated MLP."""
-    return shape.is_gated and "mlp.linear_fc1." in name
+    return shape.is_gated and ".linear_fc1." in name
 
 
 def split_dim(name: str) -> int | None:
@@ -51,14 +51,6 @@ def whole_sizes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
     separately.
     """
     h = shape.hidden_size
-    ffn = shape.ffn
-    # parameter -> shape of its bias, columns of its matrix
-    linears: dict[str, tuple[tuple[int, ...], int]] = {
-        "self_attention.linear_qkv": ((shape.qkv_channels,), h),
-        "self_attention.linear_proj": ((h,), shape.query_channels),
-        "mlp.linear_fc1": ((2, ffn) if shape.is_gated else (ffn,), h),
-        "mlp.linear_fc2": ((h,), ffn),
-    }
     kinds = ("weight", "bias") if shape.normalization == "layernorm" else ("weight",)
     sizes: dict[str, tuple[int, ...]] = {"embedding.word_embeddings.weight": (shape.vocab_size, h)}
     if shape.positions == "learned":
@@ -74,6 +66,22 @@ def whole_sizes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
                 sizes |= {f"{layer}.{norm}.{kind}": (shape.head_dim,) for kind in kinds}
         if shape.activation == "xielu":
             sizes |= {f"{layer}.mlp.activation_func.alpha_{sign}": (1,) for sign in "pn"}
+        # parameter -> shape of its bias, columns of its matrix
+        linears: dict[str, tuple[tuple[int, ...], int]] = {
+            "self_attention.linear_qkv": ((shape.qkv_channels,), h),
+            "self_attention.linear_proj": ((h,), shape.query_channels),
+        }
+        mlps = {"mlp": shape.ffn}
+        if number >= shape.num_layers - shape.expert_layers:
+            sizes[f"{layer}.mlp.router.weight"] = (shape.experts, h)
+            mlps = {f"mlp.experts.{n}": shape.expert_ffn for n in range(shape.experts)}
+            if shape.shared_experts:
+                mlps["mlp.shared_experts"] = shape.shared_channels
+            if shape.shared_gate:
+                sizes[f"{layer}.mlp.shared_experts.gate_weight"] = (1, h)
+        for mlp, ffn in mlps.items():
+            linears[f"{mlp}.linear_fc1"] = ((2, ffn) if shape.is_gated else (ffn,), h)
+            linears[f"{mlp}.linear_fc2"] = ((h,), ffn)
         for name, (out, columns) in linears.items():
             sizes[f"{layer}.{name}.weight"] = (*out, columns)
             if shape.biases == "all" or (shape.biases == "qkv" and "linear_qkv" in name):
