@@ -19,6 +19,7 @@ from trilane.workspace.fingerprints import (
     Box,
     Mark,
     Part,
+    is_expert,
     must_decay,
     part_from_json,
     whole_parts,
@@ -187,6 +188,8 @@ def _undivided(held: list[Held]) -> tuple[Held, ...]:
 
     def key(n: int) -> tuple[object, ...]:
         holder, part = held[n]
+        if is_expert(part.name):
+            return holder.pp, part.name, part.box
         return holder.tp, holder.pp, part.name, part.box
 
     for replicas in grouped(divided, key).values():

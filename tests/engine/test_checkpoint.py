@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import parity
 import pytest
 from plans import LLAMA, changed, run_folder, small_plan, steps
 
@@ -66,8 +67,11 @@ def losses(folder: Path) -> list[float]:
 
 ZERO = "deepspeed-zero"
 OVERLAPS = {"overlap_grad_reduce": True, "overlap_param_gather": True}
+EXPERTS = {"shape": parity.MIXTURE}
+SHARED = {"shape": parity.SHARED, "sequence_parallel": True}
 SAME = {
     "TP2 PP2 DP2 distributed optimizer": {"tp": 2, "pp": 2, "dp": 2, "zero": 1},
+    "TP2 DP2 EP4 distributed optimizer": {**SHARED, "tp": 2, "dp": 2, "ep": 4, "zero": 1},
     "DP2 both overlaps, bf16": {"dp": 2, "zero": 1, "precision": "bf16", **OVERLAPS},
     "ZeRO-3 TP2 DP2 fp16": {"engine": ZERO, "tp": 2, "dp": 2, "zero": 3, "precision": "fp16"},
     "HF ZeRO-3 DP2 full offload": {"engine": "hf-zero3", "dp": 2, "zero": 3, "offload": "full"},
@@ -100,6 +104,18 @@ RESUMED = {
     "3D TP2 PP2 -> megatron DP2 distributed optimizer, Llama": (
         {"engine": "deepspeed-3d", "tp": 2, "pp": 2, "zero": 1, "shape": LLAMA},
         {"dp": 2, "zero": 1, "shape": LLAMA},
+    ),
+    "TP4 EP2 distributed optimizer -> PP2 DP2, shared experts": (
+        {**SHARED, "tp": 4, "ep": 2, "zero": 1},
+        {"pp": 2, "dp": 2, "shape": parity.SHARED},
+    ),
+    "DP4 EP2 distributed optimizer -> TP2 ETP2": (
+        {**EXPERTS, "dp": 4, "ep": 2, "zero": 1},
+        {**EXPERTS, "tp": 2, "etp": 2, "sequence_parallel": True},
+    ),
+    "TP2 ETP2 DP2 -> EP4 DP4 distributed optimizer": (
+        {**EXPERTS, "tp": 2, "etp": 2, "dp": 2, "sequence_parallel": True},
+        {**EXPERTS, "dp": 4, "ep": 4, "zero": 1},
     ),
     "megatron CP2 DP2 -> ZeRO-3 DP3 full offload": (
         {"cp": 2, "dp": 2, "gbs": 12},

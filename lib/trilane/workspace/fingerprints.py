@@ -62,6 +62,11 @@ def must_decay(name: str, dims: int = 2) -> bool:
     return dims > 1 and default_of(name) is None
 
 
+def is_expert(name: str) -> bool:
+    """Whether a parameter is of an expert, of which other ranks are replicas than of all else."""
+    return ".mlp.experts." in name
+
+
 def default_of(name: str) -> float | None:
     """The initial value of every element of a norm, a bias or an activation; None for parameters
     with random initial values.

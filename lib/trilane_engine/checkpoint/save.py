@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from megatron.core import parallel_state
 from torch import Tensor
 
 from trilane.config.batch_rampup import Batch
@@ -31,6 +30,7 @@ from trilane_engine.backends.base import Engine, States
 from trilane_engine.checkpoint.fingerprints import fingerprint, layout, read_marked
 from trilane_engine.checkpoint.slices import boxes_of, write_slices
 from trilane_engine.model import rng
+from trilane_engine.model.experts import replicas
 from trilane_engine.world import World, call_on_first, gather_values
 
 # number of the piece and kind -> its values in host memory
@@ -83,9 +83,9 @@ class Saver:
         self._save: Save | None = None
         self._writer = ThreadPoolExecutor(1, "save")
         states = engine.states
-        holders = parallel_state.get_data_parallel_group(with_context_parallel=True)
         self._mine: list[int] = []
         for number, piece in enumerate(states.pieces):
+            holders = replicas(piece.name)
             takes_turn = states.divided or number % holders.size() == holders.rank()
             if takes_turn and not piece.written_elsewhere and states.shard(number) != (0, 0):
                 self._mine.append(number)

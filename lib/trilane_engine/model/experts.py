@@ -17,6 +17,7 @@ from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from megatron.core.transformer.spec_utils import ModuleSpec
 
 from trilane.config.plan import Plan
+from trilane.workspace.fingerprints import is_expert
 from trilane_engine.model.layer import ColumnLinear, RowLinear
 
 
@@ -52,11 +53,6 @@ def experts_spec() -> ModuleSpec:
         shared_experts=ModuleSpec(SharedExpertMLP, submodules=linears),
     )
     return ModuleSpec(MoELayer, submodules=parts)
-
-
-def is_expert(name: str) -> bool:
-    """Whether parameter `name` is of an expert that ranks share."""
-    return ".mlp.experts." in name
 
 
 def tensor_parallel(name: str) -> tuple[int, int]:
