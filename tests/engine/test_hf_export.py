@@ -27,6 +27,10 @@ SHAPES = {
     ),
     "bloom, 6 heads": replace(BLOOM, hidden_size=96, num_attention_heads=6, tied_embeddings=False),
     "qwen3": replace(LLAMA, kv_channels=24, qk_layernorm=True),
+    "mixtral": replace(LLAMA, experts=4, top_k=2, expert_ffn=96),
+    "qwen3 experts": replace(
+        LLAMA, qk_layernorm=True, experts=8, top_k=3, expert_ffn=48, router_pre_softmax=True
+    ),
     "smollm3": replace(LLAMA, no_rope_freq=4),
     "qwen2": replace(LLAMA, biases="qkv", num_key_value_heads=1, rotary_base=500),
 }

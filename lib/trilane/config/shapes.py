@@ -164,8 +164,25 @@ def _family(positions: str) -> Family:
     return Family(**tables.get(positions, tables["learned"]))
 
 
+@functools.cache
+def _mixture(normed: bool) -> Family:
+    """Of models with experts: those of Mixtral, with q and k norms of Qwen3-MoE. Each table has
+    what differs from the one before.
+    """
+    tables = shipped_json("huggingface")
+    values = dict(tables["families"]["rotary"])
+    for table in tables["mixtures"][: 1 + normed]:
+        for name, part in table.items():
+            values[name] = values[name] | part if isinstance(part, dict) else part
+    return Family(**values)
+
+
 def nearest_family(shape: ModelShape) -> Family:
-    """The family with the positions of `shape`; its rules() say whether it has the shape."""
+    """The family with the positions, or the experts, of `shape`; its rules() say whether it has the
+    shape.
+    """
+    if shape.experts:
+        return _mixture(shape.qk_layernorm)
     return _family(shape.positions)
 
 

@@ -1,4 +1,5 @@
-"""A checkpoint as a folder of Hugging Face's transformers: GPT-2, BLOOM, Llama and their like.
+"""A checkpoint as a folder of Hugging Face's transformers: GPT-2, BLOOM, Llama, Mixtral and their
+like.
 
 `trilane convert huggingface CHECKPOINT OUT` writes the weights (fp32, one file at a time in
 memory), a config.json, and the tokenizer of the training's data for `from_pretrained(OUT)`. The
