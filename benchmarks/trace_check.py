@@ -38,8 +38,9 @@ from trilane.costmodel.memory import (
     end_bytes,
     engine_memory,
     in_flight,
+    layer_kinds,
     model_states,
-    stage_layers_at,
+    over_layers,
 )
 from trilane.costmodel.trace import Trace, TracedStage
 
@@ -56,6 +57,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
 }
 FAMILIES["llama"] |= {"tied_embeddings": False, "num_key_value_heads": 8}
+FAMILIES["mixtral"] = FAMILIES["llama"] | {"experts": 8, "top_k": 2, "expert_ffn": 1024}
 
 
 def limit(quantity: str) -> float:
@@ -119,6 +121,7 @@ def _draw(pick: Any, engine: str, label: str) -> Plan | None:
             sequence_parallel=tp > 1 and pick((True, False)),
             recompute=recompute,
             recompute_layers=int(recompute == "block"),
+            ep=2 if shape.experts and tp * dp > 1 else 1,
             precision=precision,
             attention=default_attention(shape, card, precision),
             fp32_gradients=default_fp32_gradients(precision),
@@ -235,7 +238,8 @@ def microbatch_bytes(x: Columns, stage: int, constants: MemoryConstants) -> Numb
     if constants.gates or constants.unfused:
         each = 4 + constants.handed * x.value_bytes
     logits = (stage == x.pp - 1) * x.tokens * x.vocab / x.tp * each
-    layers = stage_layers_at(x, stage) * activation_bytes_per_layer(x, constants)
+    kinds = layer_kinds(x, lambda x: activation_bytes_per_layer(x, constants))
+    layers = over_layers(x, stage, kinds)
     # int64; of a part of the vocabulary a copy and a mask, too
     ids = (stage == 0) * x.tokens * (8 + 9 * (x.tp > 1))
     return layers + end_bytes(x, stage, constants) + logits + ids
@@ -248,15 +252,25 @@ def stage_flops(x: Columns, stage: int, constants: MemoryConstants) -> Number:
     transformers' layers end their recomputation with the last input that is kept: without the MLP's
     second product.
     """
-    layers = stage_layers_at(x, stage)
+    layers = over_layers(x, stage, layer_kinds(x, lambda x: layer_flops(x, constants)))
+    head = (stage == x.pp - 1) * 6 * x.tokens * x.embedding_parameters
+    return x.microbatches * (layers + head)
+
+
+def layer_flops(x: Columns, constants: MemoryConstants) -> Number:
+    """FLOPs of one layer and microbatch; of experts each copy of a token goes through one, which
+    etp ranks share, and the router sees the tokens of a rank.
+    """
     linear = 2 * x.tokens * x.layer_weights
+    expert = x.etp * sum(outputs * inputs for outputs, inputs in x.expert_matrices)
+    routed = x.tokens / x.tp * x.hidden * (x.experts + x.shared_gate)
+    linear += 2 * (x.experts > 0) * (x.copies * expert + routed)
     core = 4 * x.tokens * x.seq * x.query_hidden / x.tp
     if x.cp > 1:
         core *= (2 * x.cp + 1) / (4 * x.cp)  # keys of two chunks up to their ends
     left = constants.unfused * 2 * x.tokens * x.hidden * x.ffn / x.tp
     again = x.recomputed * (linear - left + core) + (x.recompute == SELECTIVE) * core
-    head = (stage == x.pp - 1) * 6 * x.tokens * x.embedding_parameters
-    return x.microbatches * (layers * (3 * (linear + core) + again) + head)
+    return 3 * (linear + core) + again
 
 
 def main() -> int:

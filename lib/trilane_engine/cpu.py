@@ -27,6 +27,8 @@ def enable_cpu() -> None:
         "absl.logging is not installed|MimoModelConfig is experimental",
         # torch 2.13 renames the collectives that megatron-core 0.16.1 and DeepSpeed 0.19.8 call.
         r"`torch\.distributed\.\w+` is deprecated",
+        # so have layers whose experts are whole on each rank
+        "`sequence_parallel` is set to `True`, but tensor model parallel size is 1",
         # megatron-core's distributed optimizer does so.
         "The .grad attribute of a Tensor that is not a leaf",
     ):

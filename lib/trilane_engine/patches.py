@@ -95,6 +95,28 @@ def without_values() -> None:
     put(torch, tensor=_stacking(torch.tensor))
 
 
+def balance(experts: int, top_k: int) -> None:
+    """In a trace: as many tokens for each expert, so that every size is known."""
+    from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
+
+    def preprocess(self: Any, routing_map: torch.Tensor) -> np.ndarray:
+        copies = len(routing_map) * top_k
+        ranks = self.tp_size * self.ep_size
+        self.num_out_tokens = copies
+        self.input_splits = self.output_splits = np.full(self.ep_size, copies // self.ep_size)
+        self.output_splits_tp = np.full(self.tp_size, copies)
+        counts = np.full((ranks, self.num_local_experts), copies // experts)
+        self.num_global_tokens_per_local_expert = counts
+        return counts.sum(0)
+
+    def masked_select(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        places = torch.empty(mask.numel() * top_k // experts, dtype=torch.long)
+        return values.reshape(-1).index_select(0, places)
+
+    put(MoEAlltoAllTokenDispatcher, preprocess=preprocess)
+    put(torch.Tensor, masked_select=masked_select)
+
+
 def _stacking(plain: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     """torch.tensor, which of a list of tensors would read the values."""
 

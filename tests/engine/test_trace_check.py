@@ -16,11 +16,21 @@ sys.path.insert(0, str(REPOSITORY / "benchmarks"))
 from trace_check import FAMILIES, check, difference, limit
 
 FAMILIES["qwen3"] = FAMILIES["llama"] | {"kv_channels": 128, "qk_layernorm": True}
+FAMILIES["shared"] = FAMILIES["mixtral"] | {
+    "first_dense": 1,
+    "shared_experts": 2,
+    "shared_ffn": 512,
+    "shared_gate": True,
+}
 BF16 = {"precision": "bf16", "fp32_gradients": True, "gbs": 8}
 PLANS = {
     "megatron": (
         "qwen3",
         {**BF16, "tp": 2, "pp": 2, "sequence_parallel": True, "recompute": "selective"},
+    ),
+    "megatron experts": (
+        "shared",
+        {**BF16, "tp": 2, "dp": 2, "ep": 2, "zero": 1, "sequence_parallel": True},
     ),
     "deepspeed-3d": (
         "gpt2",
@@ -62,3 +72,8 @@ def test_the_real_engine_holds_and_computes_what_the_formulas_say(name: str):
     for row in found:
         off = difference(row["traced"], row["predicted"])
         assert not abs(off) > limit(row["quantity"]), row  # NaN: not predicted
+    sent = {row["quantity"]: row["traced"] for row in found}.get("all-to-all ep bytes")
+    if (
+        sent
+    ):  # two copies of each of 512 tokens there and back, forward and backward, 4 microbatches
+        assert sent == pytest.approx(4 * 4 * 2 * 512 * 1024 * 2, rel=0.01)

@@ -205,7 +205,8 @@ def activation_bytes_per_layer(columns: Columns, constants: MemoryConstants = DE
     every second matmul's, of q, k, v, o, in, gate, out; with sequence parallelism what was
     reduced, too
     (torchtitan 2025, `_op_sac_save_list` of its llama3). Experts keep a copy of each token that
-    they got, and of it the channels of an MLP; routing is balanced.
+    they got, and of it the channels of an MLP, a gate of shared ones what they gave; routing is
+    balanced.
     """
     x = columns
     c = constants
@@ -216,6 +217,7 @@ def activation_bytes_per_layer(columns: Columns, constants: MemoryConstants = DE
     cut = np.where(x.sequence_parallel == 1, x.tp, 1)
     single = c.unfused * x.gated
     norms = 8 * single + c.masks * (1 - single)
+    has_gate = (x.experts > 0) * x.shared_gate
     gate = 2 + 2 * (c.unfused + c.gates)
     has_all = c.repeats + c.ends * ((x.precision == FP32) | (x.attention == 1))
     queries = x.query_hidden
@@ -232,7 +234,8 @@ def activation_bytes_per_layer(columns: Columns, constants: MemoryConstants = DE
     each = c.scores + 4 * c.unfused * np.maximum(x.gated, x.alibi)
     scores = stores * each * x.heads * x.seq * x.tokens / x.tp
     sent = (x.experts > 0) * x.copies * (2 * h * x.etp + inner * x.expert_ffn)
-    every = sbh * ((8 - 2 * fp8 + norms) / cut + shared / x.tp) + scores + sent
+    whole = 8 - 2 * fp8 + norms + 2 * has_gate
+    every = sbh * (whole / cut + shared / x.tp) + scores + sent
     saved = 2 * queries / h + x.kv_hidden / h + x.mlp / h
     some = (1 + 2 * (cut > 1)) / cut + saved / x.tp + x.gated
     every = np.where(x.recompute == OPERATORS, 2 * sbh * some, every)

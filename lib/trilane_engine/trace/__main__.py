@@ -45,6 +45,10 @@ def require_traceable(plan: Plan) -> None:
     require_trainable(t)
     rule = "its optimizer is compiled for the host, and its values move: a trace has no values"
     require(t.offload == "none", "offload", t.offload, rule)
+    shape = plan.shape
+    copies = t.mbs * shape.seq_length * shape.top_k // (t.cp * t.tp)
+    rule = f"{copies} copies of tokens are not the same number for each expert"
+    require(not shape.experts or copies % shape.experts == 0, "experts", shape.experts, rule)
 
 
 def traced(plan: Plan) -> Trace:

@@ -46,6 +46,13 @@ COLLECTIVES = {
     "send": "send",
     "recv_": "receive",
 }
+# groups that differ from others by what they are for, by megatron-core's names
+GROUPS = {
+    "EXPERT_MODEL_PARALLEL_GROUP": "ep",
+    "EXPERT_TENSOR_PARALLEL_GROUP": "etp",
+    "EXPERT_TENSOR_AND_MODEL_PARALLEL_GROUP": "etp-ep",
+    "EXPERT_DATA_PARALLEL_GROUP": "edp",
+}
 aten: Any = torch.ops.aten
 NO_KERNEL = {"empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided"}
 NO_KERNEL |= {"detach", "_unsafe_view", "set_"}
@@ -275,7 +282,7 @@ class Recorder(TorchDispatchMode):
         if name in ("allgather_", "reduce_scatter_"):
             # the whole is the largest tensor, or the list of parts
             size = max(size, sum(sizes) / 2)
-        group_name = self._group_name(ranks)
+        group_name = GROUPS.get(group.group_desc) or self._group_name(ranks)
         if kind in ("send", "receive"):  # neighbours may use the group of all ranks
             group_name = "pp"
         self.totals[kind, group_name, "count"] += 1

@@ -43,6 +43,8 @@ def prepare(plan: Plan) -> None:
         length = plan.shape.seq_length // (t.tp if t.sequence_parallel else 1)
         shape = [length, t.mbs, plan.shape.hidden_size]
         patches.without_messages(shape, fused.DTYPES[t.precision])
+    if plan.shape.experts:
+        patches.balance(plan.shape.experts, plan.shape.top_k)
     if plan.engine == "hf-zero3":
         patches.without_graph()
     importlib.import_module(f"trilane_engine.backends.{plan.engine.replace('-', '_')}")
