@@ -18,7 +18,7 @@ from plans import small_plan as small
 from support import REPOSITORY, small_plan, wait_until
 
 from trilane.launch.local import train_local
-from trilane.workspace import heartbeat
+from trilane.workspace import heartbeat, ledger
 from trilane.workspace.heartbeat import (
     Heartbeat,
     NodeReport,
@@ -83,8 +83,7 @@ def test_a_slow_node_is_named_once_all_report_it_and_left_for_a_spare(
     """
     plan = small_plan(dp=4, gbs=8)
     plan = replace(plan, cluster=replace(plan.cluster, gpus_per_node=2, max_nodes=2))
-    nodes = {"event": "nodes", "chosen": ["a", "b"], "left_out": ["c"]}
-    (tmp_path / "jobs.jsonl").write_text(json.dumps(nodes) + "\n")
+    ledger.note(tmp_path, "nodes", "7", chosen=["a", "b"], left_out={"c": "is slow"})
     (tmp_path / "ranks").mkdir()
     (tmp_path / "save").write_text(RESTART)
     slow = Slowness(tmp_path, plan, {"SLURM_JOB_NUM_NODES": str(3 + spares)})
