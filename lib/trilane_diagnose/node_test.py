@@ -37,6 +37,10 @@ class Findings:
     notes: tuple[str, ...] = ()
 
 
+# tests these nodes of the job
+Tester = Callable[[Sequence[str]], Findings]
+
+
 @frozen
 class Result:
     """What the test of a node found; `broken` is also why it did not end."""
@@ -98,7 +102,7 @@ def step(nodes: Sequence[str], tasks: int = 1, cores: int = 1, gpus: bool = Fals
     return [*command, f"--nodelist={','.join(nodes)}"]
 
 
-def tester(gpus: int | None, srun: Sequence[str]) -> Callable[[Sequence[str]], Findings]:
+def tester(gpus: int | None, srun: Sequence[str]) -> Tester:
     """The test of nodes of this job, on so many GPUs of each (0: a core), by a step with these
     arguments of srun; with None only whether they see the run folder.
     """

@@ -13,7 +13,7 @@ import signal
 import socket
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -28,10 +28,9 @@ from trilane.workspace import ledger, pace
 from trilane.workspace.heartbeat import read_reports
 from trilane.workspace.run import iteration
 from trilane.workspace.status import RunStatus, Status, write_status
-from trilane_diagnose.node_test import Findings, step
+from trilane_diagnose.node_test import Findings, Tester, step
 from trilane_diagnose.response import VERDICTS, Response, decide
 
-Tester = Callable[[Sequence[str]], Findings]
 # what srun prints of tasks that failed, such as "srun: error: n7: tasks 0-3: Exited with exit code
 # 1" (SLURM 22.05)
 FAILED_TASKS = re.compile(r"srun: error: ([\w.-]+): tasks? (\d+(?:[,-]\d+)*): ")

@@ -147,11 +147,7 @@ def merged(findings: Iterable[RestartFinding]) -> list[RestartFinding]:
     """
 
     def key(finding: RestartFinding) -> tuple[str, str]:
-        if finding.kind == "reset":
-            kind = "not-restored"
-        else:
-            kind = finding.kind
-        return kind, finding.tensor
+        return finding.kind.replace("reset", "not-restored"), finding.tensor
 
     joined = []
     for same in grouped(findings, key).values():
