@@ -50,15 +50,15 @@ def test_a_study_hands_on_a_whole_plan_by_id_or_label_with_its_calibration(outpu
     known, study = replace(default(PLAN.cluster), matmul=0.5), Study.create("handed")
     other = replace(PLAN, label="second", topology=replace(PLAN.topology, mbs=1))
     entries = [p.to_json() | {"id": p.id} | predict(p, known).beside() for p in (PLAN, other)]
-    study.save("plans.json", {"plans": entries}, "02_topology")
+    apart = [replace(PLAN, label="apart").to_json()]
+    study.save("plans.json", {"plans": entries, "risky": apart}, "02_topology")
+    assert study_plan(study, "apart")[0].label == "apart"
     for name, plan in (("", PLAN), (PLAN.id, PLAN), (other.id, other), ("second", other)):
         chosen, used, source = study_plan(study, name)
         assert chosen == plan and used == known and source["made_by"]["notebook"] == "02_topology"
         predicted = predict(plan, known).to_json()
         assert forecast(chosen, calibration=used, runs=100).record["prediction"] == predicted
-    with pytest.raises(
-        ValueError, match=r"^plan=third: no plan of study handed has this id or label"
-    ):
+    with pytest.raises(ValueError, match=r"^plan=.*plans.json:third: .* one of that id or label$"):
         study_plan(study, "third")
 
 

@@ -256,9 +256,13 @@ def read_plan_values(path: Path | str) -> dict[str, Any]:
     """
     file, name = locate_plan(path)
     found = read_json(file, "plan")
+    risky = None
     if isinstance(found, dict):
+        risky = found.get("risky")
         found = found.get("plan", found.get("plans", found))
     plans = found if isinstance(found, list) else [found]
+    if name and isinstance(risky, list):  # the best plan is a safe one
+        plans = plans + risky
     plans = [plan for plan in plans if isinstance(plan, dict)]
     if name:
         plans = [plan for plan in plans if name in (plan.get("id"), plan.get("label"))]

@@ -3,7 +3,7 @@
 from dataclasses import field, replace
 from functools import cached_property
 
-from trilane.config.plan import Plan, plan_from_json, read_plan_values
+from trilane.config.plan import Plan, read_plan
 from trilane.costmodel.calibration import Calibration
 from trilane.costmodel.predict import SAFE
 from trilane.costmodel.shipped import constants_of
@@ -20,7 +20,7 @@ from trilane.planning.search_result import TIE
 from trilane.utils.frozen import frozen
 from trilane.utils.numbers import amount, chance, with_bounds
 from trilane.utils.tables import Columns, DataFrame, Json, Lines, Table, Text, as_json, displayed
-from trilane.utils.validation import from_mapping, require, shipped_json
+from trilane.utils.validation import from_mapping, shipped_json
 from trilane.workspace.study import Study
 
 # a limit is kept where at most one simulated run in five fails it: a choice, not a measurement
@@ -42,21 +42,12 @@ def study_plan(
 
         plan, known, source = study_plan(Study.open("demo"))
     """
-    if name.endswith(".json"):
-        entry = read_plan_values(name)
-        source = {"file": name, "made_by": {}}
-    else:
-        found = study.load("plans.json", "02_topology")
-        plans = found["plans"]
-        if name:
-            # the best plan is a safe one
-            plans = plans + found.get("risky", [])
-            plans = [entry for entry in plans if name in (entry["id"], entry["label"])]
-        rule = f"no plan of study {study.name} has this id or label; nor is it a .json file"
-        require(bool(plans), "plan", name, rule)
-        entry = plans[0]
-        source = {"file": "plans.json", "made_by": found["made_by"]}
-    plan = plan_from_json(entry)
+    source = {"file": name, "made_by": {}}
+    if not name.endswith(".json"):
+        made_by = study.load("plans.json", "02_topology")["made_by"]
+        source = {"file": "plans.json", "made_by": made_by}
+        name = f"{study.folder / 'plans.json'}:{name}"
+    plan = read_plan(name)
     return plan, constants_of(plan, calibration), source
 
 
