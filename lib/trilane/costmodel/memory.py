@@ -227,13 +227,15 @@ def activation_bytes_per_layer(columns: Columns, constants: MemoryConstants = DE
     normed = (2 + 4 * c.unfused) * x.qk_layernorm * (queries + x.kv_hidden) / h
     attention = (4 + 2 * shares + fp8) * queries / h + 4 * keys / h * (1 + shares * (x.cp - 1))
     inner = 4 - fp8 + gate * x.gated
-    shared = attention + normed + inner * x.mlp / h
+    # megatron-core's experts keep both factors of a gate of several kernels, and the weighed product
+    more = 2 * c.gates * (x.experts > 0)
+    shared = attention + normed + (inner + more) * x.mlp / h
     is_copied = is_selective * (x.kv_heads < x.heads) * (1 - x.qk_layernorm)
     shared = shared + 2 * is_copied * queries / h
     stores = ((x.recompute == NONE) | (x.recompute == BLOCK)) * x.attention
     each = c.scores + 4 * c.unfused * np.maximum(x.gated, x.alibi)
     scores = stores * each * x.heads * x.seq * x.tokens / x.tp
-    sent = (x.experts > 0) * x.copies * (2 * h * x.etp + inner * x.expert_ffn)
+    sent = (x.experts > 0) * x.copies * (2 * h * x.etp + (inner + 2 * more) * x.expert_ffn)
     whole = 8 - 2 * fp8 + norms + 2 * has_gate
     every = sbh * (whole / cut + shared / x.tp) + scores + sent
     saved = 2 * queries / h + x.kv_hidden / h + x.mlp / h
