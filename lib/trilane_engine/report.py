@@ -30,11 +30,11 @@ def iteration(plan: Plan, batch: Batch, seconds: float, lr: float, step: Step) -
 
     `tflops` is model FLOPs per GPU and second by Narayanan's formula
     (ModelShape.flops_per_iteration), recomputation counted where it is full. Megatron-LM of today
-    counts causal attention half and recomputation never.
+    counts causal attention half and recomputation never. `imbalance` is of models with experts.
     """
     t = plan.topology
     flops = plan.shape.flops_per_iteration(batch.gbs, recompute_full=t.recompute == "full")
-    return {
+    line = {
         "iteration": batch.number,
         "consumed_samples": batch.end,
         "sec_per_it": seconds,
@@ -47,6 +47,9 @@ def iteration(plan: Plan, batch: Batch, seconds: float, lr: float, step: Step) -
         "skipped": int(step.skipped),
         "nan": int(math.isnan(step.loss)),
     }
+    if plan.shape.experts:
+        line["imbalance"] = step.imbalance
+    return line
 
 
 def megatron_line(window: Sequence[Line], train_iters: int, now: datetime) -> str:

@@ -174,8 +174,8 @@ def aux_loss(shape: ModelShape, routed: list[Routed], mbs: int) -> torch.Tensor 
 
 
 def train(plan: Plan) -> tuple[list[dict[str, float]], list[dict[str, float]]]:
-    """Loss and gradient norm of each iteration, and validation losses: whole batches on the CPU, in
-    fp64, by the names of steps.jsonl and validation.jsonl.
+    """Loss, gradient norm and imbalance of each iteration, and validation losses: whole batches on
+    the CPU, in fp64, by the names of steps.jsonl and validation.jsonl.
     """
     o = plan.optimizer
     sizes = whole_sizes(plan.shape)
@@ -203,6 +203,9 @@ def train(plan: Plan) -> tuple[list[dict[str, float]], list[dict[str, float]]]:
         (value + aux_loss(plan.shape, routed, plan.topology.mbs)).backward()
         grad_norm = torch.nn.utils.clip_grad_norm_(w.values(), o.clip_grad).item()
         history.append({"lm_loss": value.item(), "grad_norm": grad_norm})
+        if routed:
+            loads = torch.stack([chosen.sum((0, 1)) for chosen, _ in routed])  # (L, E)
+            history[-1]["imbalance"] = (loads.amax(1) / loads.mean(1)).max().item()
         adam.step()
         if plan.run.evaluates_after(batch.number):
             with torch.no_grad():

@@ -5,6 +5,7 @@ from collections.abc import Callable
 import pytest
 from parity import Row, machine, rows
 from plans import changed, evaluations
+from plans import steps as reference
 
 from trilane.config.engines import ENGINES
 
@@ -36,7 +37,7 @@ LONG = {row.engine: row.label for row in reversed(ROWS) if row.precision == "fp3
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda r: r.label)
 def test_every_loss_is_that_of_one_process(
-    row: Row, train, truth: Callable, held_out: Callable, data, tmp_path
+    row: Row, train, truth: Callable, truths: Callable, held_out: Callable, data, tmp_path
 ):
     """fp32, gloo: losses, also on what is held out, within 1e-5; gradient norms, on which clipping
     hangs, 1e-4. With experts 2e-6 and 1e-5.
@@ -56,6 +57,8 @@ def test_every_loss_is_that_of_one_process(
     close = 5 * row.bound if row.task.shape.experts else 10 * row.bound
     norms = [s["grad_norm"] for s in steps]
     assert norms == pytest.approx([norm for _, norm in expected], rel=close)
+    loads = [step.get("imbalance") for step in reference(truths(row.task, iterations))]
+    assert [step.get("imbalance") for step in steps] == pytest.approx(loads, rel=1e-5)
     found = [
         [at, pytest.approx(loss, abs=row.bound, rel=0)]
         for at, loss in held_out(row.task, iterations)

@@ -36,13 +36,14 @@ class Microbatch:
 @frozen
 class Step:
     """Result of one iteration: mean loss in nats (0 on ranks without it), gradient norm before
-    clipping.
+    clipping; `imbalance`: tokens of the busiest expert over the mean, in the worst layer.
     """
 
     loss: float
     grad_norm: float
     loss_scale: float
     skipped: bool
+    imbalance: float = 0.0
 
 
 class States(Protocol):

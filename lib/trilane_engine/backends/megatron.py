@@ -32,6 +32,7 @@ from trilane_engine.backends.base import (
     step_of,
 )
 from trilane_engine.model import context, te
+from trilane_engine.model.experts import Loads
 from trilane_engine.model.fused import DTYPES, apply, compiled
 from trilane_engine.model.gpt import (
     build_chunks,
@@ -63,6 +64,7 @@ class Megatron(Engine):
             layer_of_plan = own_spec(plan, layer_spec(plan.shape, settings))
         named: list[tuple[str, nn.Parameter]] = []
         models = build_chunks(plan, settings, layer_of_plan)
+        self._loads = Loads(models)
         for model in models:
             for layer in model.decoder.layers:
                 if plan.layer:
@@ -106,6 +108,7 @@ class Megatron(Engine):
             grad_norm=float(grad_norm or 0.0),
             loss_scale=scale,
             skipped=not updated,
+            imbalance=self._loads.imbalance() if self._plan.shape.experts else 0.0,
         )
 
     def _zero_grad(self) -> None:

@@ -6,15 +6,19 @@ share the experts of a layer, `etp` of them each one. An expert's replicas are t
 the same part of it.
 """
 
+from collections.abc import Iterable
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
+from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from megatron.core.transformer.spec_utils import ModuleSpec
+from torch import Tensor
 
 from trilane.config.plan import Plan
 from trilane.workspace.fingerprints import is_expert
@@ -53,6 +57,34 @@ def experts_spec() -> ModuleSpec:
         shared_experts=ModuleSpec(SharedExpertMLP, submodules=linears),
     )
     return ModuleSpec(MoELayer, submodules=parts)
+
+
+class Loads:
+    """Tokens that the routers of this rank's models sent to each expert in this iteration."""
+
+    def __init__(self, models: Iterable[torch.nn.Module]) -> None:
+        self._sent: dict[torch.nn.Module, Any] = {}
+        for model in models:
+            for module in model.modules():
+                if isinstance(module, TopKRouter):
+                    module.register_forward_hook(self._count)
+
+    def _count(self, router: torch.nn.Module, _: Any, result: tuple[Tensor, Tensor]) -> None:
+        if torch.is_grad_enabled():  # once where a layer is recomputed, not in evaluations
+            self._sent[router] = self._sent.get(router, 0) + result[1].sum(0)
+
+    def imbalance(self) -> float:
+        """Tokens of the busiest expert over the mean, in the worst layer of all; collective."""
+        worst = torch.ones((), device=torch.cuda.current_device())
+        group = parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
+        for counts in self._sent.values():
+            dist.all_reduce(counts, group=group)
+            worst = torch.maximum(worst, counts.max() / counts.float().mean())
+        self._sent.clear()
+        dist.all_reduce(
+            worst, dist.ReduceOp.MAX, parallel_state.get_pipeline_model_parallel_group()
+        )
+        return worst.item()
 
 
 def tensor_parallel(name: str) -> tuple[int, int]:
