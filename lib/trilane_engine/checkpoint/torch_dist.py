@@ -4,10 +4,11 @@
     latest_checkpointed_iteration.txt
     iter_0000100/  metadata.json  common.pt  .metadata  __0_0.distcp
 
-A tensor's name is megatron-core's without the layer's number: all layers are one tensor (layer,
-...), in chunks. Norms before a matrix have the names of Transformer Engine, which holds both in one
-module; gate and up of a gated MLP stand one above the other. Source: megatron-core 0.16.1,
-dist_checkpointing and GPTModel's sharded_state_dict.
+A tensor's name is megatron-core's without the numbers of layer and expert: all layers are one
+tensor (layer, ...), all experts (layer, expert, ...), in chunks. Norms before a matrix have the
+names of Transformer Engine, which holds both in one module, but for those before experts; gate
+and up of a gated MLP stand one above the other. Source: megatron-core 0.16.1, dist_checkpointing and
+GPTModel's sharded_state_dict.
 
 Written and read are weights, fp32; an optimizer's state is left, and Adam starts anew. `.metadata`
 is a pickle: it is read with every class replaced by one that only holds what it is given, so that a
@@ -16,7 +17,6 @@ hostile one runs nothing. common.pt, another, is not read.
 
 import argparse
 import io
-import itertools
 import json
 import pickle
 import re
@@ -47,15 +47,6 @@ LATEST = "latest_checkpointed_iteration.txt"
 WORD = "embedding.word_embeddings.weight"
 # megatron-core's defaults for common.pt
 FORMAT = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
-# What a module keeps beside its parameters, of fp8 alone: megatron-core asks for it, and takes None
-# for nothing.
-MODULES = (
-    "self_attention.linear_qkv",
-    "self_attention.linear_proj",
-    "self_attention.core_attention",
-    "mlp.linear_fc1",
-    "mlp.linear_fc2",
-)
 MOST_BYTES = 1 << 28  # of .metadata: a chunk has some 150
 Sizes = Mapping[str, tuple[int, ...]]
 Places = dict[str, tuple[str, Box]]  # canonical name -> Megatron's key, the part of that tensor
@@ -143,7 +134,9 @@ def _chunk(chunk: Any, info: Any) -> dict[str, Any]:
     }
 
 
-def place_of(name: str, size: tuple[int, ...], layers: int) -> tuple[str, tuple[int, ...], Box]:
+def place_of(
+    name: str, size: tuple[int, ...], shape: ModelShape
+) -> tuple[str, tuple[int, ...], Box]:
     """Megatron's key of the canonical parameter `name`, the size of that tensor, and the part of it
     that the parameter is.
     """
@@ -154,12 +147,19 @@ def place_of(name: str, size: tuple[int, ...], layers: int) -> tuple[str, tuple[
     if not layer:
         return name, size, box
     part = layer[3].replace("input_layernorm.", "self_attention.linear_qkv.layer_norm_")
-    part = part.replace("pre_mlp_layernorm.", "mlp.linear_fc1.layer_norm_")
+    if not shape.experts:  # the router reads its result, too
+        part = part.replace("pre_mlp_layernorm.", "mlp.linear_fc1.layer_norm_")
+    expert = re.search(r"(?<=mlp\.experts\.)\d+", part)
+    if expert:
+        part = part.replace(expert[0], "experts", 1)
+        size = (shape.experts, *size)
+        number = int(expert[0])
+        box = ((number, number + 1), *box)
     number = int(layer[2])
-    return layer[1] + part, (layers, *size), ((number, number + 1), *box)
+    return layer[1] + part, (shape.num_layers, *size), ((number, number + 1), *box)
 
 
-def places(index: Index, sizes: Sizes, layers: int) -> Places:
+def places(index: Index, sizes: Sizes, shape: ModelShape) -> Places:
     """The key of each canonical parameter and its part of that tensor; ValueError where the model
     is another.
     """
@@ -171,7 +171,7 @@ def places(index: Index, sizes: Sizes, layers: int) -> Places:
     are_apart = any(key.startswith(f"{prefix}decoder.layers.0.") for key in index.sizes)
     every: Places = {}
     for name, size in sizes.items():
-        key, whole, box = place_of(name, size, layers)
+        key, whole, box = place_of(name, size, shape)
         if are_apart and ".layers." in key:
             key = key.replace(".layers.", f".layers.{box[0][0]}.")
             whole = whole[1:]
@@ -210,6 +210,12 @@ def common(manifest: Mapping[str, Any], shape: ModelShape) -> dict[str, Any]:
     return {"args": args, "checkpoint_version": 3.0, "iteration": manifest["iteration"]}
 
 
+def require_alike(shape: ModelShape) -> None:
+    """ValueError where layers have different tensors."""
+    rule = "layers with and without experts are not converted"
+    require(not shape.first_dense, "first_dense", shape.first_dense, rule)
+
+
 def export(checkpoint: Path, out: Path) -> None:
     """Write the weights of our checkpoint to the new folder `out`; ValueError where megatron-core
     has no such model.
@@ -218,6 +224,7 @@ def export(checkpoint: Path, out: Path) -> None:
     require(shape.positions != "alibi", "positions", "alibi", "megatron-core has none")
     rule = "megatron-core has no norm of the embedding"
     require(not shape.embedding_layernorm, "embedding_layernorm", True, rule)
+    require_alike(shape)
     with new_folder(out) as aside:
         folder = aside / f"iter_{manifest['iteration']:07d}"
         folder.mkdir()
@@ -234,6 +241,10 @@ def _write_tensors(
     name_of_file = "__0_0.distcp"
     tensors: dict[str, Any] = {}
     storage: dict[dcp.MetadataIndex, Any] = {}
+    # what a module keeps beside its parameters, of fp8 alone: megatron-core asks for it, and takes
+    # None for nothing
+    cores = "decoder.layers.self_attention.core_attention._extra_state"
+    kept = [f"{cores}/shard_{n}_{shape.num_layers}" for n in range(shape.num_layers)]
     with (folder / name_of_file).open("wb") as file:
 
         def save(value: object) -> Any:
@@ -242,7 +253,7 @@ def _write_tensors(
             return patches.stored_at(name_of_file, first, file.tell() - first)
 
         for name, canonical in whole_sizes(shape).items():
-            key, whole, box = place_of(name, canonical, shape.num_layers)
+            key, whole, box = place_of(name, canonical, shape)
             slices = manifest["tensors"][name]["slices"]
             value = assemble(checkpoint, slices, "weight", tuple((0, n) for n in canonical))
             value = value.view([end - first for first, end in box])
@@ -252,9 +263,14 @@ def _write_tensors(
             at = torch.Size([first for first, _ in box])
             held.chunks.append(dcp.ChunkStorageMetadata(offsets=at, sizes=value.size()))
             storage[dcp.MetadataIndex(key, at, len(held.chunks) - 1)] = save(value)
+            module = key.removesuffix("weight")
+            if ".linear_" in key and module != key:
+                numbers = ".".join(map(str, at[:-2]))
+                kept.append(
+                    f"{module}_extra_state/shard_{numbers}_{'.'.join(map(str, whole[:-2]))}"
+                )
         nothing = save([None])
-    for module, layer in itertools.product(MODULES, range(shape.num_layers)):
-        key = f"decoder.layers.{module}._extra_state/shard_{layer}_{shape.num_layers}"
+    for key in kept:
         tensors[key] = dcp.BytesStorageMetadata()
         storage[dcp.MetadataIndex(key)] = nothing
     index = dcp.Metadata(tensors, planner_data={}, storage_data=storage)
@@ -267,9 +283,10 @@ def read_in(source: Path, out: Path, plan: Plan, iteration: int) -> None:
     ValueError where it has another model than the plan, or is damaged.
     """
     require(not plan.layer, "layer", plan.layer, "a layer of your own is not read")
+    require_alike(plan.shape)
     index = read_index(source)
     sizes = whole_sizes(plan.shape)
-    held = places(index, sizes, plan.shape.num_layers)
+    held = places(index, sizes, plan.shape)
 
     def values() -> Iterator[torch.Tensor]:
         for name in sizes:
