@@ -7,8 +7,8 @@
 A tensor's name is megatron-core's without the numbers of layer and expert: all layers are one
 tensor (layer, ...), all experts (layer, expert, ...), in chunks. Norms before a matrix have the
 names of Transformer Engine, which holds both in one module, but for those before experts; gate
-and up of a gated MLP stand one above the other. Source: megatron-core 0.16.1, dist_checkpointing and
-GPTModel's sharded_state_dict.
+and up of a gated MLP stand one above the other. Source: megatron-core 0.16.1, dist_checkpointing
+and GPTModel's sharded_state_dict.
 
 Written and read are weights, fp32; an optimizer's state is left, and Adam starts anew. `.metadata`
 is a pickle: it is read with every class replaced by one that only holds what it is given, so that a
