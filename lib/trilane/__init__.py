@@ -16,7 +16,6 @@ _MODULES = {
     "trilane.analysis.collect": "measure_runs",
     "trilane.analysis.measure": "measure",
     "trilane.analysis.recalibrate": "fit recalibrate",
-    "trilane.analysis.studies": "compare_studies",
     "trilane.config.cluster": "clusters",
     "trilane.config.plan": "Plan read_plan",
     "trilane.costmodel.backtest": "backtest",
