@@ -5,6 +5,7 @@ optimizer.
 from dataclasses import replace
 
 import pytest
+from parity import MIXTURE
 from plans import LLAMA, SHAPE, changed, small_plan
 
 from trilane.config.model import ModelShape
@@ -54,6 +55,33 @@ def test_the_ranks_of_hf_zero3_hold_the_initial_state(shape: ModelShape, data, a
     """
     plan = small_plan(data, engine="hf-zero3", dp=3, gbs=6, zero=3, shape=shape)
     assert ask(plan, HELD) == 3 * "right\n"
+
+
+SPLIT = {"tp": 2, "sequence_parallel": True}
+# fields of the shape, of the topology, and the one line
+REFUSED = [
+    ({}, {"tp": 2, "ep": 2}, "tp=2: needs sequence_parallel where a model has experts"),
+    ({}, SPLIT, "etp=1: engine megatron trains experts with ep above 1, or etp equal to tp"),
+    ({}, {**SPLIT, "dp": 2, "ep": 2, "etp": 2}, "topology.etp=2: must be 1 where ep is above 1"),
+    ({}, {"engine": "deepspeed-zero", "zero": 1}, "experts=8: engine deepspeed-zero has none"),
+    ({}, {"dispatcher": "deepep"}, "dispatcher=deepep: engine megatron exchanges tokens by"),
+    ({"activation": "geglu"}, {}, "activation=geglu: engine megatron has experts with swiglu"),
+    ({"biases": "all"}, {}, "biases=all: engine megatron has experts without biases"),
+    ({"top_k": 1}, {}, "top_k=1: engine megatron trains a choice of one with router_pre_softmax"),
+]
+
+
+@pytest.mark.parametrize(("fields", "topology", "message"), REFUSED)
+def test_experts_that_cannot_be_trained_are_one_line(fields, topology, message, data):
+    with pytest.raises(ValueError) as error:
+        small_plan(data, shape=replace(MIXTURE, **fields), **topology)
+    assert str(error.value).startswith(message)
+
+
+@pytest.mark.parametrize("fused", ["te", "layer"])
+def test_experts_have_no_compiled_layers_and_no_transformer_engine(fused, data):
+    with pytest.raises(ValueError, match=f"fused={fused}"):
+        changed(small_plan(data, shape=MIXTURE), "run", fused=fused)
 
 
 MIX = """

@@ -14,8 +14,10 @@ from trilane.config.model import ModelShape
 from trilane.config.parallelism import Topology
 from trilane.config.plan import Plan
 from trilane.costmodel.columns import columns_of
-from trilane.costmodel.memory import stage_parameters
+from trilane.costmodel.memory import expert_parameters, stage_parameters
 
+EXPERTS = {"experts": 6, "top_k": 2, "expert_ffn": 352, "shared_ffn": 224, "shared_experts": 3}
+EXPERTS |= {"first_dense": 3, "shared_gate": True, "biases": "qkv"}
 EMBEDDING = "type:transformer|embedding"  # embedding and head count as a layer each
 RMS = {"normalization": "rmsnorm", "positions": "rotary", "activation": "swiglu"}
 # fields of the shape, of the topology. The sizes have no common factor but what tp asks for, so
@@ -33,6 +35,7 @@ CASES: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({**RMS, "biases": "none", "num_key_value_heads": 2, "ffn_hidden_size": 1216}, {"tp": 2}),
     ({**RMS, "biases": "qkv", "num_key_value_heads": 2, "kv_channels": 86}, {"pp": 2}),
     ({"positions": "alibi", "embedding_layernorm": True, "activation": "gelu-tanh"}, {"tp": 4}),
+    ({**RMS, **EXPERTS}, {"pp": 2}),
     ({"positions": "none", "activation": "geglu", "num_key_value_heads": 1}, {"pp": 2}),
 ]
 
@@ -86,7 +89,10 @@ def test_the_formula_counts_the_parameters_of_every_rank_exactly(ask, data):
     lines = ask(small_plan(data), f"PLANS = {given!r}\n{COUNT}", joined=False).splitlines()
     for plan, line in zip(PLANS, lines, strict=True):
         columns = columns_of(plan.shape, plan.topology)
-        stages = [float(stage_parameters(columns, stage)) for stage in range(plan.topology.pp)]
+        stages = []
+        for stage in range(plan.topology.pp):
+            own = stage_parameters(columns, stage) + expert_parameters(columns, stage)
+            stages.append(float(own))
         assert json.loads(line) == [[stage] * plan.topology.tp for stage in stages], plan
 
 

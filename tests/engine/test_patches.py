@@ -9,6 +9,7 @@ import pytest
 # a function of engine/patches.py, cpu.py or folder_lock.py, and what stands in the library as long
 # as that is needed
 ELASTIC, DDP = "torch/distributed/elastic", "megatron/core/distributed"
+MOE = "megatron/core/transformer/moe"
 PIPE, ZERO = "deepspeed/runtime/pipe", "deepspeed/runtime/zero"
 NEEDED = [
     ("_Lock", "flufl/lock/_lockfile.py", r"_hostname = socket\.getfqdn\(\)"),
@@ -25,6 +26,9 @@ NEEDED = [
     ("use_torch_optimizer", "megatron/core/optimizer/__init__.py", r"if USING_PYTORCH_OPTIMIZER:"),
     ("use_weight_product", "megatron/core/tensor_parallel/layers.py", r"not _grad_accum_fusion"),
     ("add_by_autograd", f"{DDP}/distributed_data_parallel.py", r"self\.grad_accs\.append"),
+    ("use_experts", f"{MOE}/token_dispatcher.py", r"cuda_dtoh_stream = torch\.cuda\.Stream"),
+    ("balance", f"{MOE}/token_dispatcher.py", r"def preprocess\(self, routing_map"),
+    ("balance", f"{MOE}/moe_utils.py", r"\.masked_select\(routing_map"),
     ("use_cpu", "deepspeed/accelerator/cpu_accelerator.py", r"import get_numa_cores"),
     ("use_cpu", "deepspeed/comm/torch.py", r"build_shm_op\(\)"),
     ("import_compiler", f"{ZERO}/partition_parameters.py", r"torch\.Tensor\.__new__ = "),

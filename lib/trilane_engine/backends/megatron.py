@@ -54,8 +54,6 @@ class Megatron(Engine):
         t = plan.topology
         te.start(plan, self._positions.device)
         settings = apply(self._kernels, transformer_config(plan))
-        if plan.shape.experts:
-            patches.use_experts()
         if te.is_chosen(settings):
             self.path += "; Transformer Engine's layers"
         layer_of_plan = None

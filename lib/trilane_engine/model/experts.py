@@ -22,6 +22,7 @@ from torch import Tensor
 
 from trilane.config.plan import Plan
 from trilane.workspace.fingerprints import is_expert
+from trilane_engine import patches
 from trilane_engine.model.layer import ColumnLinear, RowLinear
 
 
@@ -51,6 +52,7 @@ def experts_spec() -> ModuleSpec:
     """A layer's experts in place of its MLP: a token's router, experts one after another, shared
     ones.
     """
+    patches.use_experts()
     linears = MLPSubmodules(linear_fc1=ColumnLinear, linear_fc2=RowLinear)
     parts = MoESubmodules(
         experts=ModuleSpec(SequentialMLP, submodules=linears),
