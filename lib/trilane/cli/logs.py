@@ -10,6 +10,7 @@ from trilane.analysis.spikes import training_record, training_text
 from trilane.cli.app import GROUPS, Answer, Group, command, note
 from trilane.config.options import option
 from trilane.logs.dialects import use
+from trilane.logs.trackers import write_events, write_offline
 from trilane.utils.files import natural, write_new
 from trilane.utils.tables import as_json, csv_text
 from trilane.utils.validation import require_folder, require_new
@@ -34,6 +35,8 @@ def read(paths: Sequence[Path]) -> tuple[list[Measurement], list[str]]:
 def parse(
     logs: tuple[Path, ...] = LOGS,
     csv: Path | None = option(None, "write all iterations of all runs to FILE", metavar="FILE"),
+    tensorboard: Path | None = option(None, "write them for TensorBoard", metavar="DIR"),
+    wandb: Path | None = option(None, "write them as offline runs of W&B", metavar="DIR"),
     dialect: tuple[Path, ...] = DIALECT,
 ) -> Answer:
     """Print speed, memory, loss and the ending of each run in the logs, plain or gzip.
@@ -41,11 +44,17 @@ def parse(
     Where logs cannot be read: exit code 2 if none of them, 1 if some.
     """
     use(dialect)
-    if csv:
-        require_new("csv", csv)
+    for name, path in {"csv": csv, "tensorboard": tensorboard, "wandb": wandb}.items():
+        if path:
+            require_new(name, path)
     runs, unread = read(logs)
     if csv:
         write_new(csv, csv_text(every_iteration(runs)))
+    for number, run in enumerate(runs, 1):
+        if tensorboard:
+            write_events(run.log.iterations, tensorboard / str(number))
+        if wandb:
+            write_offline(run.log.iterations, wandb / str(number))
     values = {"runs": [run.to_json() for run in runs]}
     return Answer(values, parse_text(runs), int(bool(unread)))
 

@@ -18,6 +18,7 @@ from trilane.logs.reading.reader import Reader
 from trilane.logs.reading.runs import PartialRun
 from trilane.logs.reading.trainer_dicts import number_iterations
 from trilane.logs.table import NumericTable
+from trilane.logs.trackers import event_lines
 from trilane.utils.frozen import frozen
 from trilane.utils.tables import DataFrame, Table, show
 from trilane.utils.validation import shipped_json, shown
@@ -117,7 +118,8 @@ def read_logs(path: Path | str) -> list[RunLog]:
     ending.
     """
     path = Path(path)
-    runs = Reader().read(lines(path))
+    source = event_lines if "tfevents" in path.name else lines
+    runs = Reader().read(source(path))
     if not runs:
         raise ValueError(f"log={shown(path)}: {UNREAD}")
     return [_finish(run, path) for run in runs]
