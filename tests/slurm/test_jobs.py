@@ -152,7 +152,7 @@ def test_a_chain_whose_submission_was_killed_is_found_by_its_name(commands, tmp_
 @pytest.mark.parametrize("by_hand", [False, True])
 def test_a_copy_of_a_run_leaves_the_runs_job_alone(by_hand: bool, commands, folder, capsys):
     """By the job's name, or by its folder where it was submitted by hand; a folder that was only
-    moved has its job. A job of the copy does not wait for that of the run.
+    moved has its job. A job submitted for the copy does not wait for that of the run.
     """
     ledger.note(folder, "started", "77", nodes="", iteration=0, restarts=0)
     copy = folder.with_name("copy")
@@ -162,10 +162,10 @@ def test_a_copy_of_a_run_leaves_the_runs_job_alone(by_hand: bool, commands, fold
     assert main(["slurm", "cancel", str(copy)]) == 0
     assert capsys.readouterr().out == "cancelled: nothing\n"
     assert one(copy).status == "not submitted"
+    commands.say("sbatch", "echo 78")
+    assert submit(copy, SITE, REQUEST) == "78" and not Run(copy).unended()
     assert attempt.competing(Run(folder), "78") == "job 77 trains here"
     assert not attempt.competing(Run(copy), "78")
-    commands.say("sbatch", "echo 78")
-    assert submit(copy, SITE, REQUEST) == "78"
     queue(commands)
     accounted(commands, "77 FAILED", user=f"me|{folder}")
     assert one(copy).id == "78" and not commands.calls("scancel")

@@ -172,8 +172,6 @@ def competing(run: Run, job: str, patience_s: float = 180, every_s: float = 2) -
         while True:
             is_ending = False
             for state in client.states(others).values():
-                if not state.is_of(run.folder):
-                    continue  # of the run whose ledger was copied
                 if state.state in ("RUNNING", "SUSPENDED", "STOPPED", "SIGNALING"):
                     return f"job {state.id} trains here"
                 is_ending |= state.state == "COMPLETING"

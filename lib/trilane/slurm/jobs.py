@@ -133,10 +133,14 @@ def _require_idle(runs: Sequence[Run]) -> None:
     """
     for run, states in zip(runs, states_of(runs, must_ask=True), strict=True):
         recorded = run.job_ids()
-        for state in states:
-            if state.id not in recorded:
+        own = [state.id for state in states]
+        for job in own:
+            if job not in recorded:
                 # its submission was killed before it could record it
-                run.note("submitted", state.id, site="", after="")
+                run.note("submitted", job, site="", after="")
+        for job in recorded:
+            if job not in own:
+                run.note("elsewhere", job)  # or the run's own job would wait for its end
         active = [state for state in states if not state.has_ended]
         if active:
             ids = [state.id for state in active]

@@ -111,8 +111,8 @@ class Run:
         it.
         """
         starts: list[Event] = []
-        for event in self.events("started", "ended", "response"):
-            if event["event"] == "ended":
+        for event in self.events("started", "ended", "response", "elsewhere"):
+            if event["event"] in ("ended", "elsewhere"):
                 starts = [start for start in starts if start["id"] != event["id"]]
             elif event["event"] == "started" or event["again"]:
                 starts.append(event)
