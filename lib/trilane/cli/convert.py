@@ -7,7 +7,7 @@ import shlex
 from pathlib import Path
 
 from trilane.cli.app import GROUPS, Answer, Group, command, note
-from trilane.cli.plan import Choices
+from trilane.cli.plan import PLAN, Choices
 from trilane.config.options import option
 from trilane.config.plan import plan_of, read_plan
 from trilane.config.shapes import read_shape
@@ -25,7 +25,7 @@ convert = Group("convert", help=GROUPS["convert"])
 
 @command(convert)
 def deepspeed(
-    plan: Path | None = option(None, argument="[PLAN]"),
+    plan: Path | None = PLAN,
     read: Path | None = option(None, "DeepSpeed's JSON; prints a plan", metavar="FILE"),
     shape: str = option("", "for --read: as of `plan show`"),
     cluster: str = option("", "for --read: the cluster's name or JSON file"),
@@ -53,7 +53,7 @@ def deepspeed(
 
 @command(convert)
 def megatron(
-    plan: Path | None = option(None, argument="[PLAN]"),
+    plan: Path | None = PLAN,
     prepare: bool = option(False, "prepare the corpus, and name its .bin/.idx pairs"),
     stubs: Path | None = option(
         None, "write stubs of launchers there, in which a script leaves its launches", metavar="DIR"

@@ -35,6 +35,10 @@ CLUSTER = "a cluster's name or JSON file; local: this machine, measured"
 SEQUENCE = option(
     0, "tokens of a sequence; default: the shape's, in a config.json its longest", minimum=1
 )
+# of a command that takes a plan's file or what makes one
+PLAN = option(None, argument="[PLAN]")
+OR_SHAPE = option("", f"without PLAN: {SHAPE}")
+OR_ENGINE = option("", f"what trains it; default: {ENGINES[0]}", choices=ENGINES)
 CALIBRATION: Any = ForecastRequest.__dataclass_fields__["calibration"]
 Choices = Annotated[dict[str, Any], Topology]
 
@@ -117,11 +121,11 @@ def best(
 
 @command(plan)
 def show(
-    plan: Path | None = option(None, argument="[PLAN]"),
-    shape: str = option("", f"without PLAN: {SHAPE}"),
+    plan: Path | None = PLAN,
+    shape: str = OR_SHAPE,
     cluster: str = option("", f"{CLUSTER}; of a PLAN: predict it there"),
     seq: int = SEQUENCE,
-    engine: str = option("", f"what trains it; default: {ENGINES[0]}", choices=ENGINES),
+    engine: str = OR_ENGINE,
     deepspeed: Path | None = option(
         None, "DeepSpeed's JSON, for --dp, --mbs, --zero, ...", metavar="FILE"
     ),
@@ -179,13 +183,13 @@ def calendar(
 
 @command(None)
 def decide(
-    plan: Path | None = option(None, argument="[PLAN]"),
-    shape: str = option("", f"without PLAN: {SHAPE}"),
+    plan: Path | None = PLAN,
+    shape: str = OR_SHAPE,
     cluster: str = option("", f"without PLAN: {CLUSTER}"),
     gpus: int = option(0, "without PLAN: GPUs of the run", minimum=1),
     gbs: int = option(0, "without PLAN: sequences of an iteration", minimum=1, maximum=1 << 20),
     seq: int = SEQUENCE,
-    engine: str = option("", f"what trains it; default: {ENGINES[0]}", choices=ENGINES),
+    engine: str = OR_ENGINE,
     cases: tuple[str, ...] = option(
         (), "what if: gpus=256, tokens=+30%, attention=scores; repeatable", name="if", metavar="IF"
     ),
