@@ -19,7 +19,6 @@ from trilane.costmodel.measured_rows import MeasuredRow, every_row, usable
 from trilane.costmodel.memory import DEFAULT
 from trilane.costmodel.predict import Prediction, predict_case
 from trilane.costmodel.shipped import Fit, combined, nodes_name, prior_of
-from trilane.utils.progress import progress
 
 
 def main() -> None:
@@ -56,7 +55,7 @@ def predict_foreign(rows: Sequence[MeasuredRow], known: int) -> list[Prediction]
         timed, prior = usable(members), prior_of(members[0].case.cluster, key[2])
         fitted = fit_time([r.case for r in timed], [r.seconds for r in timed], prior)
         fits[key] = Fit.of(timed, fitted)
-    for key, members in progress(list(groups.items()), "fits of other files", "group"):
+    for key, members in groups.items():
         first = members[0]
         prior = combined(
             first.case.cluster, first.stack, [fit for k, fit in fits.items() if k[0] != key[0]]

@@ -42,7 +42,6 @@ def lab(demo: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         "JUPYTERLAB_SETTINGS_DIR": str(base / "settings"),
         "JUPYTERLAB_WORKSPACES_DIR": str(base / "workspaces"),
     }
-    environment.pop("TRILANE_BATCH", None)
     with log.open("w") as stream:
         process = subprocess.Popen(
             command, env=environment, stdout=stream, stderr=stream, cwd=base, process_group=0

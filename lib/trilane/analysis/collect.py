@@ -21,7 +21,6 @@ from trilane.logs.dialects import use
 from trilane.logs.run import read_logs
 from trilane.utils.frozen import frozen
 from trilane.utils.numbers import size_text
-from trilane.utils.progress import progress
 from trilane.utils.tables import (
     DataFrame,
     Html,
@@ -172,7 +171,7 @@ def measure_all(
     runs = []
     unread = []
     logs = [log for path in paths for log in below(Path(path))]
-    for path in progress(logs, "logs", "log"):
+    for path in logs:
         try:
             runs += measure_path(path, gpu)
         except OSError as error:

@@ -20,7 +20,6 @@ from trilane.costmodel.memory import DEFAULT
 from trilane.costmodel.predict import Prediction, predict_case, predict_rows
 from trilane.costmodel.shipped import prior_of
 from trilane.utils.frozen import frozen
-from trilane.utils.progress import progress
 from trilane.utils.tables import DataFrame, Json, Table, Text, as_json, grouped
 from trilane.utils.validation import DATA, require, require_known
 
@@ -241,7 +240,7 @@ def leave_one_out(rows: Sequence[MeasuredRow], by: str) -> list[Prediction]:
     key = attrgetter(LEAVE_OUT[by])
     folds = grouped(rows, lambda row: (group_name(row), key(row)))
     predictions = {}
-    for (group, left_out), test in progress(list(folds.items()), f"fits without each {by}", "fit"):
+    for (group, left_out), test in folds.items():
         gone = {r.row_id for r in test} | {r.duplicate_of for r in test}
         group_rows = [r for r in rows if group_name(r) == group and key(r) != left_out]
         rest = usable([r for r in group_rows if r.row_id not in gone])

@@ -16,7 +16,7 @@ from trilane.costmodel.columns import (
 )
 from trilane.costmodel.constants import Constants
 from trilane.costmodel.layers import LayerTime, embedding_seconds, head_seconds, layer_time
-from trilane.costmodel.memory import extreme_stages, memory_bytes, over_layers
+from trilane.costmodel.memory import extreme_stages, layer_kinds, memory_bytes, over_layers
 from trilane.utils.frozen import frozen
 
 
@@ -211,12 +211,9 @@ def stage_seconds(
     return over_layers(columns, stage, layers) + ends
 
 
-def _layer_seconds(setting: Setting, layer: LayerTime) -> tuple[Number, Number]:
-    """Seconds of each kind of layer, where `layer` is that with experts."""
-    own = layer.total
-    if not np.any(setting.columns.first_dense):
-        return own, own
-    return own, layer_time(setting._replace(columns=setting.columns.dense())).total
+def _layer_times(setting: Setting) -> tuple[LayerTime, LayerTime]:
+    """Of a layer with experts, and of one without."""
+    return layer_kinds(setting.columns, lambda x: layer_time(setting._replace(columns=x)))
 
 
 def _step_seconds(parameters: Number, setting: Setting, compute: Number) -> tuple[Number, Number]:
@@ -237,13 +234,13 @@ def iteration_columns(columns: Columns, cluster: Cluster, constants: Constants) 
     c = constants
     setting = Setting(x, cluster, c)
     m = x.microbatches
-    layer = layer_time(setting)
-    kinds = _layer_seconds(setting, layer)
+    layer, front = _layer_times(setting)
+    own = layer.total
+    dense = front.total
     head = head_seconds(setting)
     embedding = embedding_seconds(setting)
-    stages = [stage_seconds(x, i, kinds, head, embedding) for i in extreme_stages(x)]
+    stages = [stage_seconds(x, i, (own, dense), head, embedding) for i in extreme_stages(x)]
     slowest = functools.reduce(np.maximum, stages)
-    own, dense = kinds
     whole = (x.layers - x.first_dense) * own + x.first_dense * dense + head + embedding
     p2p = p2p_seconds(setting)
     first, middle, _ = x.stage_layers
@@ -251,7 +248,7 @@ def iteration_columns(columns: Columns, cluster: Cluster, constants: Constants) 
     parameters = layers * x.layer_parameters + x.embedding_parameters
     factor = pressure(setting) * c.pace
     # layers' worth of time that the microbatches take on the slowest stage
-    share = m * factor * (slowest / layer.total)
+    share = m * factor * (slowest / own)
     bubble = (whole - slowest + (x.pp - 1) * p2p) / x.interleaving
     step = functools.partial(_step_seconds, compute=slowest)
     data_parallel, optimizer = step(parameters, setting)
@@ -289,7 +286,8 @@ def seconds_per_stage(columns: Columns, cluster: Cluster, constants: Constants) 
     first to last.
     """
     setting = Setting(columns, cluster, constants)
-    kinds = _layer_seconds(setting, layer_time(setting))
+    own, dense = _layer_times(setting)
+    kinds = (own.total, dense.total)
     head = head_seconds(setting)
     embedding = embedding_seconds(setting)
     return stage_seconds(columns, np.arange(columns.pp), kinds, head, embedding).tolist()

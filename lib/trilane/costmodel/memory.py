@@ -22,6 +22,7 @@ from trilane.costmodel.columns import (
     Parts,
 )
 from trilane.utils.frozen import frozen
+from trilane.utils.tables import T
 from trilane.utils.validation import from_mapping, shipped_json
 
 
@@ -227,7 +228,7 @@ def activation_bytes_per_layer(columns: Columns, constants: MemoryConstants = DE
     normed = (2 + 4 * c.unfused) * x.qk_layernorm * (queries + x.kv_hidden) / h
     attention = (4 + 2 * shares + fp8) * queries / h + 4 * keys / h * (1 + shares * (x.cp - 1))
     inner = 4 - fp8 + gate * x.gated
-    # megatron-core's experts keep both factors of a gate of several kernels, and the weighed product
+    # megatron-core's experts keep both factors of a gate of several kernels, and their product
     more = 2 * c.gates * (x.experts > 0)
     shared = attention + normed + (inner + more) * x.mlp / h
     is_copied = is_selective * (x.kv_heads < x.heads) * (1 - x.qk_layernorm)
@@ -282,18 +283,7 @@ def stage_layers_at(columns: Columns, stage: Number) -> Number:
     return np.where(stage == 0, first, inner)
 
 
-def dense_layers_at(columns: Columns, stage: Number) -> Number:
-    """Layers without experts of stage `stage`, of a model that has experts in those behind them.
-    One chunk of a stage stands behind the other, as without interleaving.
-    """
-    x = columns
-    first, middle, last = x.stage_layers
-    before = (stage > 0) * (first + (stage - 1) * middle)
-    before = np.where((stage == x.pp - 1) & (x.pp > 1), x.layers - last, before)
-    return np.clip(x.first_dense - before, 0, stage_layers_at(x, stage))
-
-
-def layer_kinds(columns: Columns, of_layer: Callable[[Columns], Number]) -> tuple[Number, Number]:
+def layer_kinds(columns: Columns, of_layer: Callable[[Columns], T]) -> tuple[T, T]:
     """What a layer with experts has, and one without; the same where all layers are alike."""
     own = of_layer(columns)
     if not np.any(columns.first_dense):
@@ -302,18 +292,18 @@ def layer_kinds(columns: Columns, of_layer: Callable[[Columns], Number]) -> tupl
 
 
 def over_layers(columns: Columns, stage: Number, kinds: tuple[Number, Number]) -> Number:
-    """The sum over the layers of the stage of what each kind has."""
+    """The sum over the layers of the stage of what each kind has; dense ones stand in front, also
+    of the chunks of an interleaved stage.
+    """
+    x = columns
     own, dense = kinds
-    layers = stage_layers_at(columns, stage)
-    if dense is own:
+    layers = stage_layers_at(x, stage)
+    if not np.any(x.first_dense):
         return layers * own
-    first = dense_layers_at(columns, stage)
-    return first * dense + (layers - first) * own
-
-
-def expert_parameters(columns: Columns, stage: Number) -> Number:
-    """Parameters of the experts that one GPU of the stage holds."""
-    return over_layers(columns, stage, layer_kinds(columns, lambda x: x.expert_parameters))
+    first, middle, _ = x.stage_layers
+    before = (stage > 0) * (first + (stage - 1) * middle)
+    front = np.clip(x.first_dense - before, 0, layers)
+    return front * dense + (layers - front) * own
 
 
 def stage_parameters(columns: Columns, stage: Number) -> Number:
@@ -339,7 +329,8 @@ def model_states(
     plain = _states(x, stage_parameters(x, stage), constants)
     if not np.any(x.experts):
         return plain
-    experts = _states(x.expert_group(), expert_parameters(x, stage), constants)
+    held = over_layers(x, stage, layer_kinds(x, lambda x: x.expert_parameters))
+    experts = _states(x.expert_group(), held, constants)
     weights, gradients, optimizer = (a + b for a, b in zip(plain, experts, strict=True))
     return weights, gradients, optimizer
 

@@ -1,5 +1,5 @@
-"""Trackers: event files of TensorBoard read as a log, iterations written for TensorBoard and Weights
-& Biases, by their own libraries. wandb 0.31 has no reader of its offline files.
+"""Trackers: event files of TensorBoard read as a log, iterations written for TensorBoard and
+Weights & Biases, by their own libraries. wandb 0.31 has no reader of its offline files.
 """
 
 import json

@@ -30,7 +30,6 @@ from trilane.planning.space import (
     Space,
     space_for,
 )
-from trilane.utils.progress import progress
 from trilane.utils.validation import require_integer
 from trilane.workspace.study import load_cluster
 
@@ -155,8 +154,9 @@ class _Search:
 
     def run(self) -> SearchResult:
         """All topologies; what no rule refuses is predicted."""
-        able = [sizes for sizes in self.space.sizes() if len(self.space.batches(sizes[2]))]
-        for sizes in progress(able, "search", "size"):
+        for sizes in self.space.sizes():
+            if not len(self.space.batches(sizes[2])):
+                continue
             numbers = self.block(sizes)
             if len(numbers["mbs"]):
                 self.predict(sizes, numbers)

@@ -20,7 +20,6 @@ from trilane.report.index import write_index
 from trilane.utils.files import replace_text, set_aside
 from trilane.utils.folder_lock import FolderLock
 from trilane.utils.process import environment, python, replace_by
-from trilane.utils.progress import BATCH
 from trilane.utils.validation import require, require_known
 from trilane.workspace.installation import outputs_root, shipped, stamp
 from trilane.workspace.study import Study, load_cluster
@@ -118,7 +117,7 @@ def run(name: str, study: Study, **given: object) -> Path:
 
 def _execute(name: str, executed: Path, values: Mapping[str, Any]) -> None:
     source = path_of(name)
-    inherited = environment({BATCH: "1", "TRILANE_OUTPUTS": str(outputs_root().absolute())})
+    inherited = environment({"TRILANE_OUTPUTS": str(outputs_root().absolute())})
     folder = tempfile.TemporaryDirectory(prefix="trilane-", dir=inherited.get("TMPDIR"))
     with folder as sockets, mock.patch.dict(os.environ, inherited, clear=True):  # which restores it
         # a port of TCP could be used by everybody on a shared node; a folder for each kernel, or

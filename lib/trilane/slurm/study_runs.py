@@ -18,7 +18,6 @@ from trilane.slurm.preflight import check_job, refused
 from trilane.slurm.sites import JobRequest, Site
 from trilane.utils.folder_lock import FolderLock
 from trilane.utils.frozen import frozen
-from trilane.utils.progress import progress
 from trilane.utils.tables import Columns, DataFrame, Table, Text
 from trilane.utils.validation import read_json, require
 from trilane.workspace.installation import outputs_root
@@ -78,7 +77,7 @@ class StudyRuns(Table):
         """
         is_refused = not self.site.is_local and any(map(refused, self.findings.values()))
         rows = []
-        for run in progress(self.runs, "runs", "run"):
+        for run in self.runs:
             job = "not started: dry run"
             if is_refused:
                 job = "not started: the check refuses a run"

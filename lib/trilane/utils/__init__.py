@@ -1,3 +1,3 @@
-"""Validation, atomic files, processes that die with their parent, progress bars. Imports nothing of
+"""Validation, atomic files, processes that die with their parent. Imports nothing of
 trilane.
 """
