@@ -37,16 +37,15 @@ def plan_report(plan: Plan, calibration: Calibration | None = None) -> tuple[Jso
         f"machine   {machine}, {plan.topology.gbs} sequences an iteration",
     ]
     if shape.experts:
-        active = f"{shape.active_parameters / 1e9:.4g} B of them for a token"
         rule = "routing balanced; learned, the busiest rank has 1.3 to 2 times its share"
-        lines.append(f"experts   {active}; {rule}")
+        lines.append(f"experts   {shape.active_parameters / 1e9:.4g} B for a token; {rule}")
     if plan.layer:
         rule = "seconds, memory and rate are those of megatron-core's layer"
         lines.append(f"layer     {plan.layer}; {rule}")
     lines += [f"- {reason}" for reason in why]
     for name, seconds in sorted(vars(p.time).items(), key=lambda part: -part[1]):
         share = seconds / p.sec_per_it
-        if name == "expert_parallel" and not shape.experts:
+        if not seconds and name == "expert_parallel":
             continue
         lines.append(f"  {name.replace('_', ' '):16} {seconds:9.3f} s {share:4.0%}")
     words = [f"{value:.4g} TFLOPs {name}" for name, value in tflops.items()]

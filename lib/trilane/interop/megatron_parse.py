@@ -228,12 +228,11 @@ def _experts(given: Given, sizes: Mapping[str, Any]) -> dict[str, Any]:
     if sizes["experts"] < 2:
         return dict.fromkeys(sizes.keys() & {"experts", *MIXTURE}, 0) | {"router_scaling": 1.0}
     balancing = given.get("moe_router_load_balancing_type", str, "aux_loss")
-    rule = "a plan has aux_loss or none"
-    require(balancing in ("aux_loss", "none"), "--moe-router-load-balancing-type", balancing, rule)
+    require_known("--moe-router-load-balancing-type", balancing, ("aux_loss", "none"))
     shared = given.get("moe_shared_expert_intermediate_size", int, 0)
-    own = given.get("ffn_hidden_size", int, 4 * sizes["hidden_size"])
+    usual = given.get("ffn_hidden_size", int, 4 * sizes["hidden_size"])
     return {
-        "expert_ffn": sizes["expert_ffn"] or own,
+        "expert_ffn": sizes["expert_ffn"] or usual,
         "shared_experts": int(shared > 0),
         "shared_ffn": shared,
         "first_dense": _first_dense(given, sizes["num_layers"]),
@@ -333,8 +332,7 @@ def _topology(given: Given, is_fork: bool, gpus: int) -> Topology:
         sizes["etp"] = given.get("expert_tensor_parallel_size", int, tp)
         sizes["dispatcher"] = _dispatcher(given)
     else:
-        sizes["ep"] = 1
-        sizes["etp"] = 1
+        sizes |= {"ep": 1, "etp": 1}
     sums_in_fp32 = given.has("accumulate_allreduce_grads_in_fp32") or precision in ("bf16", "fp8")
     return Topology(
         **sizes,

@@ -75,7 +75,7 @@ def write_offline(table: DataFrame, folder: Path) -> None:
     wandb = _library("wandb")
     folder.mkdir(parents=True)
     quiet = wandb.Settings(silent=True)
-    run = wandb.init(mode="offline", project="trilane", dir=str(folder), settings=quiet)
+    run = wandb.init(mode="offline", dir=folder, settings=quiet)
     for step, values in _scalars(table):
         run.log(values, step=step)
     run.finish()

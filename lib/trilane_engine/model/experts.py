@@ -20,6 +20,7 @@ from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from megatron.core.transformer.spec_utils import ModuleSpec
 from torch import Tensor
 
+from trilane.config.parallelism import SINGLE
 from trilane.config.plan import Plan
 from trilane.workspace.fingerprints import is_expert
 from trilane_engine import patches
@@ -32,7 +33,11 @@ def settings(plan: Plan) -> dict[str, Any]:
     t = plan.topology
     if not shape.experts:
         return {}
-    return {
+    dispatcher = {"moe_token_dispatcher_type": t.dispatcher}
+    if t.dispatcher in SINGLE:
+        dispatcher = {"moe_token_dispatcher_type": "flex"}
+        dispatcher["moe_flex_dispatcher_backend"] = t.dispatcher
+    return dispatcher | {
         "num_moe_experts": shape.experts,
         "moe_router_topk": shape.top_k,
         "moe_ffn_hidden_size": shape.expert_ffn,
@@ -42,7 +47,6 @@ def settings(plan: Plan) -> dict[str, Any]:
         "moe_router_topk_scaling_factor": shape.router_scaling,
         "moe_aux_loss_coeff": shape.aux_loss,
         "moe_router_dtype": "fp32",
-        "moe_token_dispatcher_type": t.dispatcher,
         "expert_model_parallel_size": t.ep,
         "expert_tensor_parallel_size": t.etp,
     }
