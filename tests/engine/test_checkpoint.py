@@ -15,9 +15,11 @@ from plans import LLAMA, changed, run_folder, small_plan, steps
 
 from trilane.config.plan import Plan
 from trilane.launch.local import environment
+from trilane.workspace.checkpoints import KINDS
 from trilane.workspace.run import NOT_SAVED, alarm
 from trilane.workspace.status import known_status
 from trilane_diagnose.restart import compare_restart
+from trilane_diagnose.snapshot import read_snapshot, states
 
 pytestmark = pytest.mark.slow
 
@@ -127,7 +129,7 @@ RESUMED = {
 @pytest.mark.parametrize(("there", "here"), RESUMED.values(), ids=RESUMED.keys())
 def test_a_run_goes_on_elsewhere(there: dict, here: dict, whole: Whole, fork, data, tmp_path):
     """On another topology and in another engine, from the checkpoint of a run that is left as it
-    is: within 1e-5, and without a finding where the states are compared.
+    is: within 1e-5, and without a finding where the states are compared, each tensor as a whole.
     """
     first = whole(saving(data, **there))
     other = changed(saving(data, **here), "run", load=str(first / "checkpoints" / "iter_0000002"))
@@ -135,6 +137,8 @@ def test_a_run_goes_on_elsewhere(there: dict, here: dict, whole: Whole, fork, da
     fork(other.topology.gpus, folder)
     assert [s["iteration"] for s in steps(folder)] == list(range(HALFWAY + 1, END + 1))
     assert losses(folder) == pytest.approx(losses(first)[HALFWAY:], abs=1e-5, rel=0)
+    wholes = read_snapshot(states("A", first)[0]).wholes
+    assert all(marks.keys() >= set(KINDS) for marks in wholes.values())
     assert not compare_restart(first, folder).findings
 
 
