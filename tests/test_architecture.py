@@ -42,9 +42,9 @@ ORDER = tuple(
 BESIDE = ("trilane_engine", "trilane_diagnose")
 # What is counted: the aim, and what stands today.
 TOKENS = {
-    "trilane": (128_000, 136_400),
-    "trilane_engine": (55_000, 54_000),
-    "trilane_diagnose": (32_000, 32_000),
+    "trilane": (128_000, 137_400),
+    "trilane_engine": (48_500, 48_300),
+    "trilane_diagnose": (29_500, 29_400),
     "tests": (140_000, 140_000),
 }
 FORMS = {  # in lib, per 1,000 code lines

@@ -1,6 +1,5 @@
 """The Python interface: frames go out tidy and come in checked, names and paths are read."""
 
-import dataclasses
 import math
 import re
 
@@ -11,7 +10,6 @@ from support import REPOSITORY
 from test_log_dialects import m2021
 
 import trilane
-from trilane.config.parallelism import Topology
 
 SHAPE, PLAN = "70,14336,112,2048,250880", REPOSITORY / "docs/plan-176b.json"
 
@@ -24,25 +22,6 @@ def found():
 @pytest.fixture(scope="module")
 def frame(found):
     return found.to_frame()
-
-
-def test_a_frame_has_a_column_of_one_kind_for_each_choice_and_number(found, frame):
-    best, texts = (
-        found.rows[0],
-        {f.name for f in dataclasses.fields(Topology) if f.type is str},
-    )
-    assert {f.name for f in dataclasses.fields(Topology)} <= {*frame}
-    for name in {*frame} - texts - {"id", "label", "engine", "cluster"}:
-        assert pd.api.types.is_numeric_dtype(frame[name]), name
-    row = frame.iloc[0]
-    assert (row.tp, row.pp, row.dp, row.sec_per_it) == (*_sizes(best), best.prediction.sec_per_it)
-    assert (
-        row.memory_gib == best.prediction.memory_bytes / 2**30
-        and frame.sequence_parallel.dtype == bool
-    )
-    assert frame.filter(regex="_s$").sum(axis=1).to_numpy() == pytest.approx(
-        frame.sec_per_it.to_numpy()
-    )
 
 
 def _sizes(candidate):

@@ -14,29 +14,6 @@ from trilane.config.training import Part
 pytestmark = pytest.mark.filterwarnings("ignore")  # what torch says while it is imported
 
 
-def test_initial_values_are_normal_and_differ_by_name_and_not_by_call(data):
-    """Mean and deviation of a normal distribution; neighbours in a row or a column are unrelated.
-
-    What writes to the residual stream has 0.02 / sqrt(2 L) with L = 4: Radford et al. 2019, section
-    2.3.
-    """
-    from trilane_engine.model.parameters import initial_tensor
-
-    plan = changed(small_plan(data), "optimizer", init_std=0.006)
-    one = initial_tensor("a.linear_fc1.weight", (1024, 512), plan)
-    as_released = [round(x * 1e6) for x in one[1021, 509:].tolist()]
-    assert as_released == [-9054, 3772, 988]
-    z = one.double() / 0.006
-    assert z.mean().item() == pytest.approx(0, abs=6e-3)
-    assert z.std().item() == pytest.approx(1, rel=4e-3)
-    other = initial_tensor("b.linear_fc1.weight", (1024, 512), plan) / 0.006
-    for x, y in ((z[1:], z[:-1]), (z[:, 1:], z[:, :-1]), (z, other)):
-        assert (x * y).mean().item() == pytest.approx(0, abs=7e-3)
-    name = "decoder.layers.0.self_attention.linear_proj.weight"
-    residual = initial_tensor(name, (256, 256), small_plan(data))
-    assert residual.std().item() == pytest.approx(0.02 / 8**0.5, rel=0.02)
-
-
 HELD = """
 from trilane_engine.backends.base import build
 from trilane_engine.model.parameters import initial_tensor
@@ -64,7 +41,6 @@ REFUSED = [
     ({}, SPLIT, "etp=1: engine megatron trains experts with ep above 1, or etp equal to tp"),
     ({}, {**SPLIT, "dp": 2, "ep": 2, "etp": 2}, "topology.etp=2: must be 1 where ep is above 1"),
     ({}, {"engine": "deepspeed-zero", "zero": 1}, "experts=8: engine deepspeed-zero has none"),
-    ({}, {"dispatcher": "deepep"}, "dispatcher=deepep: engine megatron exchanges tokens by"),
     ({"activation": "geglu"}, {}, "activation=geglu: engine megatron has experts with swiglu"),
     ({"biases": "all"}, {}, "biases=all: engine megatron has experts without biases"),
     ({"top_k": 1}, {}, "top_k=1: engine megatron trains a choice of one with router_pre_softmax"),
@@ -108,3 +84,12 @@ def test_a_blend_keeps_its_weights_from_the_first_samples_on_and_one_order(ask, 
     one, first, second = (line.split() for line in lines[2:])
     assert sorted(one) == sorted(first + second) and len(set(one)) == 8
     assert one[:2] + one[4:6] == first
+
+
+def test_initial_values_are_those_that_were_released(data):
+    from trilane_engine.model.parameters import initial_tensor
+
+    plan = changed(small_plan(data), "optimizer", init_std=0.006)
+    one = initial_tensor("a.linear_fc1.weight", (1024, 512), plan)
+    assert [round(x * 1e6) for x in one[1021, 509:].tolist()] == [-9054, 3772, 988]
+    assert one.std().item() == pytest.approx(0.006, rel=4e-3)

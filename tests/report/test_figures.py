@@ -12,7 +12,6 @@ from markup import HOSTILE
 from trilane.analysis.loss_curve import join
 from trilane.config.cluster import cluster
 from trilane.config.model import parse_shape
-from trilane.costmodel.pipeline import pipeline_schedule
 from trilane.logs.run import RunLog
 from trilane.planning.search import search
 from trilane.planning.search_result import SearchResult
@@ -65,21 +64,6 @@ def test_filters_choose_among_all_that_can_run(found):
         assert min(rows)[1] == best.plan.id
     options = {p["name"]: p["bind"]["options"] for p in spec["params"] if "only" in p["name"]}
     assert options["only_tp"] == ["all", 1, 2, 4, 8] and options["only_zero"] == ["all", 0, 1]
-
-
-@pytest.mark.parametrize("interleaving", [1, 3])
-def test_the_runs_of_a_schedule_are_all_its_passes_and_nothing_else(interleaving):
-    sizes = {"gpus": 16, "gbs": 128, "pp": 8, "mbs": 1, "interleaving": interleaving}
-    c = search(SHAPE, MACHINE, recompute="none", **sizes).rows[0]
-    schedule = pipeline_schedule(c.topology, c.prediction)
-    starts = {}
-    for stage, kind, chunk, first, count, start, _, step in explorer.runs_of(schedule):
-        starts |= {(stage, kind, chunk, first + k): start + k * step for k in range(count)}
-    kinds = {True: "forward", False: "backward"}
-    whole = {(p.stage, kinds[p.is_forward], p.chunk, p.microbatch + 1): p for p in schedule.passes}
-    passes = {key: at for key, at in starts.items() if key[1] in kinds.values()}
-    expected = {key: p.start for key, p in whole.items()}
-    assert passes == pytest.approx(expected, abs=1e-4 * schedule.end)
 
 
 def log(rows=30, first=1, **columns):

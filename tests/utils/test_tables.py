@@ -1,12 +1,8 @@
 """Values of files become Markdown and HTML that show them, and nothing else."""
 
-import dataclasses
 import json
-import math
-from pathlib import Path
 
 import mistune
-import numpy as np
 import pytest
 from markup import HOSTILE, Page, words
 
@@ -14,9 +10,7 @@ from trilane.utils.numbers import amount, with_bounds
 from trilane.utils.tables import (
     Columns,
     Html,
-    Record,
     Text,
-    as_json,
     printable,
     show,
 )
@@ -81,22 +75,3 @@ def test_what_controls_a_terminal_or_cannot_be_written_is_left_out(value: str):
     for text in shown:
         assert text.encode() is not None and text == printable(text)
         assert json.loads(json.dumps(text)) == text
-
-
-def test_a_dataclass_shows_itself_as_json():
-    @dataclasses.dataclass(frozen=True)
-    class Run(Record):
-        name: str
-        seconds: float
-        memory: tuple[float, ...] = ()
-        DERIVED = ("days",)
-
-        @property
-        def days(self) -> np.float64:
-            return np.float64(self.seconds / 86400)
-
-    run = Run("a", 43200.0, (math.inf, 2.0))
-    assert run.to_json() == {"name": "a", "seconds": 43200.0, "memory": [None, 2.0], "days": 0.5}
-    values = {1: [np.int64(3), np.arange(2), Path("a/b"), math.nan]}
-    assert as_json(values) == {"1": [3, [0, 1], "a/b", None]}
-    assert repr(run) == "Run(name='a', seconds=43200.0, memory=(inf, 2.0))"
