@@ -10,10 +10,10 @@ EVEN = {"first_stage_layers": (0,), "last_stage_layers": (0,), "partition": ("un
 def test_each_way_to_cut_eight_gpus_is_looked_at_once():
     sizes = list(Space(gpus=(8,), gbs=8).sizes())
     assert len(sizes) == len(set(sizes)) == 20
-    assert {t * p * d * c for t, p, d, c, _ in sizes} == {8}
+    assert {t * p * d * c for t, p, d, c, *_ in sizes} == {8}
     pins = {"tp": (2,), "dp": (2,), "cp": (1,)}
-    assert list(Space(gpus=(8,), gbs=8, pins=pins).sizes()) == [(2, 2, 2, 1, 1)]
-    assert {c for *_, c, _ in Space(gpus=(8,), gbs=8, engine="deepspeed-3d").sizes()} == {1}
+    assert list(Space(gpus=(8,), gbs=8, pins=pins).sizes()) == [(2, 2, 2, 1, 1, 1)]
+    assert {c for *_, c, _, _ in Space(gpus=(8,), gbs=8, engine="deepspeed-3d").sizes()} == {1}
 
 
 def test_stages_with_a_number_of_layers_are_lighter_than_the_others_and_share_the_rest():

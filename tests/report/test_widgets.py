@@ -2,9 +2,7 @@
 the latter.
 """
 
-import json
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,12 +12,10 @@ from support import REPOSITORY
 from trilane.config.plan import read_plan
 from trilane.costmodel.predict import predict
 from trilane.costmodel.shipped import default
-from trilane.planning.decision import study_plan
 from trilane.planning.explain import varied
 from trilane.report.plots.style import MIME
 from trilane.report.widgets import PAGE, Editor, explore
 from trilane.utils.numbers import with_bounds
-from trilane.workspace.study import Study
 
 PLAN = read_plan(REPOSITORY / "docs/plan-176b.json")
 KNOWN = default(PLAN.cluster)
@@ -27,16 +23,8 @@ BASE = varied(PLAN, KNOWN)
 
 
 @pytest.fixture
-def study(outputs: Path) -> Study:
-    """A study whose 02_topology wrote one plan."""
-    found = Study.open("s")
-    found.save("plans.json", {"plans": [BASE.to_json()], "risky": []}, "02_topology")
-    return found
-
-
-@pytest.fixture
-def editor(study: Study) -> Iterator[Editor]:
-    yield explore(PLAN, KNOWN, study)
+def editor() -> Iterator[Editor]:
+    yield explore(PLAN, KNOWN)
     Widget.close_all()  # or they look for their kernel when Python ends
 
 
@@ -67,8 +55,6 @@ def test_a_plan_that_cannot_be_names_the_rule_is_not_drawn_and_cannot_be_used(
     assert editor.picks["plan"].value is None, "nothing stays picked"
     picked = drawn(editor)["params"][0]
     assert picked["name"] == "plan" and "value" not in picked
-    editor.button.click()
-    assert "not written" in editor.message.value
 
 
 def drawn(editor: Editor) -> dict[str, Any]:
@@ -102,12 +88,3 @@ def test_the_figure_follows_the_controls_and_the_controls_a_pick(editor):
     assert [row["key"] for row in rows] == [first, editor.picks["plan"].value]
     editor.picks["plan"].value = first  # as a click in the figure does
     assert editor.chosen.plan.id == PLAN.id and editor.boxes["mbs"].value == PLAN.mbs
-
-
-def test_the_used_plan_is_what_03_and_07_begin_with(editor, study):
-    editor.boxes["mbs"].value = 1
-    editor.button.click()
-    plans, (first, *_) = study.plans(), study_plan(study)
-    assert plans == [editor.chosen.plan, PLAN] and first == editor.chosen.plan
-    written = json.loads((study.folder / "plans.json").read_text())["plans"][0]["prediction"]
-    assert written["sec_per_it"] == editor.chosen.prediction.sec_per_it

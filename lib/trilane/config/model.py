@@ -11,15 +11,18 @@ from trilane.utils.validation import is_count, parse_integers, require, require_
 
 GATED = ("swiglu", "geglu")
 # fields of a mixture of experts, which a dense model leaves as they are
-MIXTURE: tuple[str, ...] = (
+MIXTURE = (
+    "experts",
     "top_k",
     "expert_ffn",
     "shared_experts",
     "shared_ffn",
     "shared_gate",
     "first_dense",
+    "router_pre_softmax",
+    "router_scaling",
+    "aux_loss",
 )
-MIXTURE += ("router_pre_softmax", "router_scaling", "aux_loss")
 
 
 def _size(help: str, bits: int, **facts: Any) -> Any:
@@ -162,7 +165,8 @@ class ModelShape(Record):
         yield divides, "num_attention_heads", f"must divide hidden_size={h}"
         rule = f"must divide num_attention_heads={heads}"
         yield heads % self.kv_heads == 0, "num_key_value_heads", rule
-        yield self.ffn >= h, "ffn_hidden_size", f"must be at least hidden_size={h}"
+        is_wide = self.ffn >= h or self.expert_layers == self.num_layers
+        yield is_wide, "ffn_hidden_size", f"must be at least hidden_size={h}"
         rule = f"rotary positions turn pairs of channels, a head has {self.head_dim}"
         is_rotary = self.positions == "rotary"
         yield not is_rotary or self.head_dim % 2 == 0, "num_attention_heads", rule

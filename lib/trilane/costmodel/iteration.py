@@ -253,7 +253,7 @@ def iteration_columns(columns: Columns, cluster: Cluster, constants: Constants) 
     step = functools.partial(_step_seconds, compute=slowest)
     data_parallel, optimizer = step(parameters, setting)
     if np.any(x.experts):
-        held = (layers - np.minimum(x.first_dense, layers - 1)) * x.expert_parameters
+        held = (layers - (x.pp == 1) * x.first_dense) * x.expert_parameters
         sums, steps = step(held, setting._replace(columns=x.expert_group()))
         data_parallel = data_parallel + sums
         optimizer = optimizer + steps

@@ -230,7 +230,8 @@ def exchange_seconds(setting: Setting) -> Number:
     reach = np.where(is_single, chosen, x.top_k)
     each = np.where(gathers, span, reach) * x.tokens / x.tp * size
     outside = each * away / (cluster.domain_bytes_per_s / domain * c.network)
-    inside = (x.copies * (1 - 1 / x.ep) * (1 - away) + (x.etp - 1) * x.copies) * size
+    near = np.where(gathers, (span / domains - 1) * x.tokens / x.tp, x.copies * (1 - 1 / x.ep))
+    inside = (near * (1 - away * (gathers == 0)) + (x.etp - 1) * x.copies) * size
     inside = inside / (cluster.node_bytes_per_s * c.node)
     wait = (x.ep > 1) * (c.skew_s + (domains > 1) * span * cluster.latency_s)
     return (np.maximum(outside, inside) + wait) * slowdown(setting)

@@ -230,6 +230,7 @@ def _row(cells: Mapping[str, str], machine: Cluster, file: str) -> MeasuredRow:
             with contextlib.suppress(ValueError):  # what the rest of the topology does not allow
                 overlap: dict[str, Any] = {name: True}
                 topology = replace(topology, **overlap)
+    require(shape.experts > 0 or topology.ep == 1, "ep", topology.ep, "needs experts")
     rule = f"must divide num_attention_heads={shape.num_attention_heads}"
     require(shape.num_attention_heads % topology.tp == 0, "tp", topology.tp, rule)
     case = Configuration(

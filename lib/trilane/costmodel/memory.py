@@ -443,12 +443,18 @@ def memory_bytes(
     return functools.reduce(np.maximum, [stage.total for stage in stages])
 
 
-def extreme_stages(columns: Columns) -> tuple[Number, Number, Number]:
+def extreme_stages(columns: Columns) -> list[Number]:
     """The first, the second (no embedding, less in flight) and the last pipeline stage (logits): no
-    other takes more.
+    other takes more, but those at which dense layers end.
     """
-    last = columns.pp - 1
-    return 0, np.minimum(1, last), last
+    x = columns
+    last = x.pp - 1
+    stages = [0, np.minimum(1, last), last]
+    if np.any(x.first_dense):
+        first, middle, _ = x.stage_layers
+        behind = 1 + np.ceil(np.maximum(x.first_dense - first, 0) / np.maximum(middle, 1))
+        stages += [np.minimum(behind, last), np.minimum(behind - 1, last)]
+    return stages
 
 
 def memory_per_stage(

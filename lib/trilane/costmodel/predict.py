@@ -216,7 +216,7 @@ def half_width(
         width = max(width, posterior_width(case, known))
     if is_card or known.own:  # no shipped row is near to a core
         width = math.hypot(width, nearest.widening)
-    if case.shape.experts:
+    if case.shape.experts and not known.own:
         leaves = case.topology.ep * case.topology.etp > case.cluster.domain
         exchanged = leaves * time.expert_parallel / time.total
         width = math.hypot(width, UNROUTED, math.log1p(EXCHANGED * exchanged))

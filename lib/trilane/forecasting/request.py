@@ -95,7 +95,7 @@ class ForecastRequest(Record):
 
     def __post_init__(self) -> None:
         plan = self.plan
-        usual_tokens = TOKENS_PER_PARAMETER * plan.shape.parameters
+        usual_tokens = TOKENS_PER_PARAMETER * plan.shape.active_parameters
         self._read("tokens", lambda text: parse_count("tokens", text), usual_tokens)
         self._read("ramp", parse_ramp, plan.run.ramp)
         self._read("start", lambda text: parse_day("start", text), datetime.now(UTC).date())

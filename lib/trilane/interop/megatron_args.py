@@ -19,7 +19,7 @@ from trilane.utils.validation import require, shipped_json
 
 Arguments = dict[str, list[str]]  # name without leading dashes -> values; empty for a switch
 # fields with its own defaults
-USUAL = ("decay_samples", "wsd_decay_style", "wsd_decay_samples", "experts", *MIXTURE)
+USUAL = ("decay_samples", "wsd_decay_style", "wsd_decay_samples", *MIXTURE)
 
 
 def known_arguments() -> dict[str, Any]:
@@ -164,6 +164,8 @@ def _of_experts(shape: ModelShape, topology: Topology) -> dict[str, Any]:
         "moe-shared-expert-intermediate-size": shape.shared_channels or False,
         "moe-router-load-balancing-type": "aux_loss" if shape.aux_loss else "none",
         "moe-router-topk": shape.top_k,
+        "moe-router-dtype": "fp32",
+        "moe-grouped-gemm": True,
         "moe-token-dispatcher-type": topology.dispatcher,
     }
     if shape.first_dense:

@@ -226,13 +226,15 @@ def _experts(given: Given, sizes: Mapping[str, Any]) -> dict[str, Any]:
     words = ("layer_freq", "router_load_balancing_type", "shared_expert_intermediate_size")
     given.read |= {f"moe_{word}" for word in words}
     if sizes["experts"] < 2:
-        return dict.fromkeys(sizes.keys() & {"experts", *MIXTURE}, 0) | {"router_scaling": 1.0}
+        return {name: getattr(ModelShape, name) for name in MIXTURE}
     balancing = given.get("moe_router_load_balancing_type", str, "aux_loss")
     require_known("--moe-router-load-balancing-type", balancing, ("aux_loss", "none"))
     shared = given.get("moe_shared_expert_intermediate_size", int, 0)
-    usual = given.get("ffn_hidden_size", int, 4 * sizes["hidden_size"])
+    usual = 4 * sizes["hidden_size"]
+    if given.has("swiglu"):
+        usual = usual * 2 // 3 // 64 * 64
     return {
-        "expert_ffn": sizes["expert_ffn"] or usual,
+        "expert_ffn": sizes["expert_ffn"] or given.get("ffn_hidden_size", int, usual),
         "shared_experts": int(shared > 0),
         "shared_ffn": shared,
         "first_dense": _first_dense(given, sizes["num_layers"]),
@@ -243,12 +245,12 @@ def _experts(given: Given, sizes: Mapping[str, Any]) -> dict[str, Any]:
 def _first_dense(given: Given, layers: int) -> int:
     """Dense layers in front of those with experts: "([0]*3+[1]*58)", in a log a 0 or 1 each."""
     text = " ".join(given.all("moe_layer_freq")) or "1"
-    found = re.fullmatch(r"\(?\[0\]\*(\d{1,5})\+\[1\]\*(\d{1,5})\)?", text.replace(" ", ""))
     each = text.split()
-    if found:
-        each = ["0"] * int(found[1]) + ["1"] * int(found[2])
-    elif text == "1":
+    if text == "1":
         each = ["1"] * layers
+    elif "[" in text:
+        parts = re.findall(r"\[([01, ]+)\](?:\*(\d{1,5}))?", text)
+        each = [digit for digits, n in parts for digit in re.findall("[01]", digits) * int(n or 1)]
     dense = each.count("0")
     rule = "a plan has dense layers in front alone, ([0]*N+[1]*M)"
     is_front = each == ["0"] * dense + ["1"] * (layers - dense)
@@ -326,13 +328,14 @@ def _topology(given: Given, is_fork: bool, gpus: int) -> Topology:
         is_even = each > 0 and layers % (each * pp) == 0
         require(is_even, option.replace("_", "-"), each, rule)
         sizes["interleaving"] = layers // (each * pp)
-    sizes["gbs"] = sizes["gbs"] or sizes["mbs"] * dp
+    if not given.has("global_batch_size"):
+        sizes["gbs"] = sizes["mbs"] * dp
     sizes["sequence_parallel"] &= tp > 1  # Megatron-LM drops it without tp, too
     if given.get("num_experts", int, 0) > 1:
         sizes["etp"] = given.get("expert_tensor_parallel_size", int, tp)
         sizes["dispatcher"] = _dispatcher(given)
     else:
-        sizes |= {"ep": 1, "etp": 1}
+        sizes["etp"] = 1
     sums_in_fp32 = given.has("accumulate_allreduce_grads_in_fp32") or precision in ("bf16", "fp8")
     return Topology(
         **sizes,

@@ -4,16 +4,14 @@ from pathlib import Path
 from typing import Any
 
 from trilane.config.parallelism import invalid_reason
-from trilane.config.plan import Plan, plan_from_json, read_plan
+from trilane.config.plan import Plan, read_plan
 from trilane.config.training import Run
 from trilane.costmodel.calibration import Calibration
 from trilane.costmodel.predict import IMPOSSIBLE, predict
-from trilane.costmodel.shipped import constants_of
 from trilane.planning.search_result import Candidate
 from trilane.utils.numbers import with_bounds
 from trilane.utils.tables import Lines
 from trilane.utils.validation import require
-from trilane.workspace.study import Study
 
 
 def explain(plan: Plan | Path | str, calibration: Calibration | str | None = None) -> Lines:
@@ -66,25 +64,3 @@ def varied(base: Plan, calibration: Calibration | None, **changes: Any) -> Candi
     needed = f"{p.memory_bytes / 2**30:.3g} GiB"
     require(p.oom_probability <= IMPOSSIBLE, "memory", needed, rule)
     return found
-
-
-def use_plan(study: Study, chosen: Candidate, calibration: Calibration) -> Path:
-    """Put the plan first in the study's plans.json, where 03 and 07 begin; the earlier file is kept
-    in `earlier/`.
-
-    Raises ValueError where 02_topology wrote none yet, and where it is of another model, machine or
-    calibration.
-    """
-    values = study.values("plans.json", "02_topology")
-    for kept in values["plans"][:1]:
-        other = plan_from_json(kept)
-        ours = (chosen.plan.shape, chosen.plan.cluster, calibration.hash)
-        is_same = (other.shape, other.cluster, constants_of(other).hash) == ours
-        rule = "is of another model, machine or calibration; run the last cell of 02_topology"
-        require(is_same, "plans.json", study.name, rule)
-    entry = chosen.to_json()
-    changed = {**values, "chosen_by_hand": entry["id"]}
-    for name in ("plans", "risky"):
-        changed[name] = [e for e in values.get(name, []) if e["id"] != entry["id"]]
-    changed["plans"].insert(0, entry)
-    return study.save("plans.json", changed, "02_topology")

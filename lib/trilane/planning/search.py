@@ -38,7 +38,7 @@ MEMORY_RULE = "memory must fit the card"
 
 class Row(NamedTuple):
     """One topology that can run, with the seconds of an iteration: a place in the numbers of its
-    tp x pp x dp x cp x ep.
+    tp x pp x dp x cp x ep x etp.
     """
 
     seconds: float
@@ -95,10 +95,10 @@ class _Search:
         self.runnable = 0
 
     def block(self, sizes: ParallelSizes) -> dict[str, np.ndarray]:
-        """What no rule refuses of one tp x pp x dp x cp x ep, as numbers of Columns, (R,); the
-        refused are counted under the first rule that they break.
+        """What no rule refuses of one tp x pp x dp x cp x ep x etp, as numbers of Columns,
+        (R,); the refused are counted under the first rule that they break.
         """
-        tp, pp, dp, cp, _ = sizes
+        tp, pp, dp, cp = sizes[:4]
         mbs = self.space.batches(dp)
         points = self.points(self.shape, pp, tp > 1, dp * cp > 1, self.cluster.gpu.kind == "cuda")
         t: Any = SimpleNamespace(**vars(self.fixed) | points.values)

@@ -24,8 +24,8 @@ from trilane.utils.frozen import frozen
 from trilane.utils.tables import Record
 from trilane.utils.validation import require, require_known
 
-ParallelSizes = tuple[int, int, int, int, int]
-SIZES = ("tp", "pp", "dp", "cp", "ep")
+ParallelSizes = tuple[int, ...]
+SIZES = ("tp", "pp", "dp", "cp", "ep", "etp")
 SEARCHED = {f.name: tuple(f.metadata["search"]) for f in fields(Topology) if "search" in f.metadata}
 # how layers are dealt to stages, and how many are computed again: each depends on those before
 ENDS = ("first_stage_layers", "last_stage_layers")
@@ -103,15 +103,16 @@ class Space(Record):
         return ", ".join(f"{name} {value}" for name, value in held.items())
 
     def sizes(self) -> Iterator[ParallelSizes]:
-        """Every (tp, pp, dp, cp, ep) of one of the GPU counts that the pins allow."""
+        """Every (tp, pp, dp, cp, ep, etp) of one of the GPU counts that the pins allow."""
         for gpus in self.gpus:
             for tp in self._sizes("tp", gpus):
                 for pp in self._sizes("pp", gpus // tp):
                     for cp in self._sizes("cp", gpus // tp // pp):
                         dp = gpus // tp // pp // cp
                         if dp in self.pins.get("dp", (dp,)):
-                            for ep in self.pins.get("ep", (1,)):
-                                yield tp, pp, dp, cp, ep
+                            experts = [self.pins.get(name, (1,)) for name in SIZES[4:]]
+                            for shares in itertools.product(*experts):
+                                yield tp, pp, dp, cp, *shares
 
     def _sizes(self, name: str, ranks: int) -> list[int]:
         usual = (1,) if name == "cp" and self.engine != ENGINES[0] else divisors(ranks)

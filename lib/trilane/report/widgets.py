@@ -11,14 +11,13 @@ from trilane.config.parallelism import CHOICES, LARGEST
 from trilane.config.plan import Plan, read_plan
 from trilane.costmodel.calibration import Calibration
 from trilane.costmodel.shipped import constants_of
-from trilane.planning.explain import explain, use_plan, varied
+from trilane.planning.explain import explain, varied
 from trilane.planning.search_result import Candidate, SearchResult
 from trilane.planning.space import divisors
 from trilane.report.plots.explorer import PLANS, explorer, plan_row, shown_plans
 from trilane.report.plots.style import MIME
 from trilane.utils.tables import Html
 from trilane.utils.validation import shipped_json
-from trilane.workspace.study import Study
 
 # the controls that are always there; the others are behind "more"
 FIRST = ("engine", "gpus", "tp", "pp", "mbs", "zero", "recompute", "interleaving")
@@ -31,13 +30,13 @@ PAGE = shipped_json("report/widgets")
 def explore(
     base: SearchResult | Plan | Path | str,
     calibration: Calibration | str | None = None,
-    study: Study | None = None,
     tokens: float = 0.0,
 ) -> "Editor":
-    """The explorer of a search, or of one plan, with a control for each field of the picked plan
-    and a button that puts it first in the plans.json of `study`.
+    """The explorer of a search, or of one plan, with a control for each field of the picked
+    plan.
 
-        explore(found, known, here)
+        instrument = explore(found, known)
+        instrument.chosen.plan.save("plan.json")    which 03 and 07 take as their `plan`
     """
     if isinstance(base, SearchResult):
         plans = shown_plans(base)
@@ -46,7 +45,7 @@ def explore(
         base = read_plan(base)
         known = constants_of(base, calibration or "")
         plans = [varied(base, known)]
-    return Editor(plans, known, study, tokens)
+    return Editor(plans, known, tokens)
 
 
 def fields_of(plan: Plan) -> dict[str, Any]:
@@ -66,7 +65,7 @@ def _grid(boxes: list[Any], least: int) -> Any:
 
 class Editor:
     """Controls of one plan and what follows: `boxes` by field, `picks` by parameter of the
-    `figure`, a `button`; `widget` shows them.
+    `figure`; `widget` shows them.
 
     `base` is the plan it began with, `chosen` that of the controls, None if refused.
     """
@@ -77,12 +76,10 @@ class Editor:
         self,
         plans: Sequence[Candidate],
         calibration: Calibration,
-        study: Study | None,
         tokens: float,
     ) -> None:
         self.base = plans[0]
         self.calibration = calibration
-        self.study = study
         self.tokens = tokens
         self.is_busy = True  # the controls are set by the program
         self.figure = explorer(plans, tokens)
@@ -110,9 +107,6 @@ class Editor:
             box.observe(self._changed, "value")
             self.boxes[name] = box
         self.caption = HTML()
-        self.message = HTML()
-        self.button = Button(description="use this plan", disabled=study is None)
-        self.button.on_click(lambda _: self.use())
         self.link = Button(layout={"display": "none"})
         self.link.add_class("trilane-link")
         self.link.on_click(lambda _: self._draw())
@@ -131,19 +125,7 @@ class Editor:
         more = Accordion([_grid(rest, 300)], titles=["more"])
         above = [HTML(PAGE["style"]), script, _grid(first, 230), more]
         below = [_grid(plans, 300), _grid(filters, 185), self.picture]
-        return VBox([*above, self.caption, self.button, self.message, *below, self.link])
-
-    def use(self) -> None:
-        """Put the plan first in the study's plans.json."""
-        try:
-            if not self.chosen or not self.study:
-                raise ValueError("a refused plan cannot be used")
-            path = use_plan(self.study, self.chosen, self.calibration)
-        except ValueError as error:
-            self.message.value = Html.of("<b>not written</b>: {}", error)
-        else:
-            words = "{:code} is now first in {}: 03 and 07 begin with it."
-            self.message.value = Html.of(words, self.chosen.label, path.name)
+        return VBox([*above, self.caption, *below, self.link])
 
     def _choices(self) -> dict[str, list[Any]]:
         """The values of the fields that are chosen; the others are typed."""
@@ -181,7 +163,6 @@ class Editor:
     def _show(self, is_drawn: bool) -> None:
         """Let everything follow the fields' values."""
         self.is_busy = True
-        self.message.value = ""
         self.chosen: Candidate | None = None
         try:
             self.chosen = varied(self.base.plan, self.calibration, **self.values)

@@ -164,7 +164,7 @@ def numbers_of(c: Candidate, tokens: float) -> dict[str, str]:
     p = c.prediction
     t = c.topology
     interval = (p.sec_per_it, p.sec_lo, p.sec_hi)
-    tokens = tokens or TOKENS_PER_PARAMETER * c.plan.shape.parameters
+    tokens = tokens or TOKENS_PER_PARAMETER * c.plan.shape.active_parameters
     iterations = tokens / t.gbs / c.plan.shape.seq_length
     days = [iterations * seconds / 86400 for seconds in interval]
     return {
