@@ -48,7 +48,7 @@ def main(argv: list[str]) -> int:
 def _prepare(path: Path, signals: Signals, begin: float) -> Callable[[], int]:
     """The plan's training, ready to start; torch is imported only once the plan is found valid."""
     plan = read_plan(path)
-    require_trainable(plan.topology, plan.run.fused)
+    require_trainable(plan)
     limit_queues(plan, os.environ)
     from trilane_engine.cpu import enable_cpu
 

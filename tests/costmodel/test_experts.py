@@ -8,9 +8,12 @@ import pytest
 
 from trilane.cli.app import main
 from trilane.config.cluster import cluster
+from trilane.config.engines import require_trainable
 from trilane.config.model import ModelShape
 from trilane.config.parallelism import Topology
 from trilane.config.plan import Plan
+from trilane.costmodel.columns import columns_of
+from trilane.costmodel.memory import memory_bytes, memory_per_stage
 from trilane.costmodel.predict import Prediction, predict
 from trilane.planning.search import search
 
@@ -154,3 +157,22 @@ def test_rows_of_mixtures_are_read_and_what_is_not_predicted_is_named():
     reasons = ["", "mla=1: latent attention is not predicted", "ep=3: ep x etp must divide"]
     for reason, wanted in zip(frame["reason"], reasons, strict=True):
         assert reason.startswith(wanted)
+
+
+def test_the_slowest_and_the_fullest_stage_may_stand_where_dense_layers_end():
+    shape = replace(MIXTRAL, num_layers=24, first_dense=8, hidden_size=1024, expert_ffn=4096)
+    ends = {"first_stage_layers": 2, "last_stage_layers": 2, "pp": 6, "recompute": "none"}
+    p = predicted(shape, **ends)
+    slowest = max(p.stage_seconds)
+    assert p.sec_per_it > 7 * slowest + sum(p.stage_seconds)
+    columns = columns_of(shape, Topology(dp=8, zero=1, gbs=64, ep=8, precision="bf16", **ends))
+    held = memory_per_stage(columns, cluster("jz-h100"))
+    assert memory_bytes(columns, cluster("jz-h100")) == max(stage.total for stage in held)
+
+
+def test_olmoe_is_planned_and_not_trained():
+    shape = replace(QWEN3, num_layers=16, experts=64, expert_ffn=1024, qk_norm_whole=True)
+    assert predicted(shape).sec_per_it > 0
+    plan = Plan(label="o", shape=shape, cluster=cluster("jz-h100"), topology=Topology())
+    with pytest.raises(ValueError, match=r"^qk_norm_whole=yes: is OLMoE's"):
+        require_trainable(plan)

@@ -45,7 +45,8 @@ def test_a_package_that_megatron_core_does_not_work_with_is_one_line(
     monkeypatch.setattr("trilane.config.engines.version", version)
     monkeypatch.setattr("trilane.config.engines.find_spec", lambda name: None)
     with pytest.raises(ValueError, match=f"^{re.escape(reason)}") if reason else nullcontext():
-        require_trainable(FP8)
+        plan = replace(small_plan(Path()), cluster=cluster("dgx-h100"), topology=FP8)
+        require_trainable(plan)
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:full scope")

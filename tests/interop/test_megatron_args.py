@@ -18,7 +18,7 @@ from trilane.config.cluster import cluster
 from trilane.config.layer import Layer
 from trilane.config.model import ModelShape
 from trilane.config.parallelism import Topology
-from trilane.config.plan import Plan
+from trilane.config.plan import Plan, read_plan
 from trilane.config.training import Data, Optimizer, Part, Run
 from trilane.interop.megatron_args import megatron_args, megatron_text
 from trilane.interop.megatron_parse import ParsedPlan, parse_plan
@@ -223,6 +223,24 @@ def test_each_launch_of_a_script_that_bash_runs_is_a_plan(tmp_path, capsys):
     assert [plan["label"] for plan in plans] == ["launch-0002", "launch-0003"]
     assert [plan["topology"]["dp"] for plan in plans] == [4, 2]
     assert [plan["topology"]["recompute"] for plan in plans] == ["none", "selective"]
+
+
+LAYERS = ["([0]*2+[1]*6)", "([0]*1+[0]+[1]*6)", "[0,0,1,1,1,1,1,1]", "0 0 1 1 1 1 1 1"]
+
+
+@pytest.mark.parametrize("layers", LAYERS)
+def test_dense_layers_in_front_have_many_forms(layers: str):
+    words = f"--num-experts 4 --swiglu --disable-bias-linear --moe-layer-freq {layers}"
+    shape = read(f"deepspeed --num_gpus 4 {BARE} {words}".replace(layers, f"'{layers}'")).plan.shape
+    assert (shape.first_dense, shape.expert_ffn, shape.top_k) == (2, shape.ffn, 2)
+
+
+def test_a_dense_plan_is_read_back_and_ranks_for_experts_need_some(tmp_path):
+    plain = read(f"deepspeed --num_gpus 4 {BARE}").plan
+    assert read_plan(plain.save(tmp_path / "plan.json")) == plain
+    for words in ("--expert-model-parallel-size 2", "--global-batch-size 0"):
+        with pytest.raises(ValueError, match=r"^(ep=2: needs a model with experts|gbs=0: )"):
+            read(f"deepspeed --num_gpus 4 {BARE} {words}")
 
 
 FORMS = [  # more words, the source of the data

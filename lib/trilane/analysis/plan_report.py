@@ -6,7 +6,7 @@ from trilane.analysis.measure import mfu, rates
 from trilane.analysis.run_config import config_of
 from trilane.config.plan import Plan
 from trilane.costmodel.calibration import Calibration
-from trilane.costmodel.predict import predict
+from trilane.costmodel.predict import BALANCED, predict
 from trilane.planning.explain import explain
 from trilane.utils.tables import Json, as_json
 
@@ -37,8 +37,8 @@ def plan_report(plan: Plan, calibration: Calibration | None = None) -> tuple[Jso
         f"machine   {machine}, {plan.topology.gbs} sequences an iteration",
     ]
     if shape.experts:
-        rule = "routing balanced; learned, the busiest rank has 1.3 to 2 times its share"
-        lines.append(f"experts   {shape.active_parameters / 1e9:.4g} B for a token; {rule}")
+        active = f"{shape.active_parameters / 1e9:.4g} B parameters"
+        lines.append(f"experts   a token meets {active}. {BALANCED}")
     if plan.layer:
         rule = "seconds, memory and rate are those of megatron-core's layer"
         lines.append(f"layer     {plan.layer}; {rule}")

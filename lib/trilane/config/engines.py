@@ -149,10 +149,12 @@ def shows_gpu() -> bool:
     return visible not in ("", "-1", "NoDevFiles") and any(Path("/dev").glob("nvidia[0-9]*"))
 
 
-def require_trainable(topology: Topology, fused: str = "auto") -> None:
-    """Raise ValueError where no engine here can train it, by what is installed beside it. `fused`
-    is run.fused.
-    """
+def require_trainable(plan: Any) -> None:
+    """Raise ValueError where no engine here can train it, by what is installed beside it."""
+    topology = plan.topology
+    fused = plan.run.fused
+    rule = "is OLMoE's; engines here norm queries and keys head by head"
+    require(not plan.shape.qk_norm_whole, "qk_norm_whole", "yes", rule)
     core = release("megatron-core") or (0, 0)
     needs_te = topology.precision == "fp8" or topology.overlap_tp or fused == "te"
     rule = "is not installed here; precision fp8, overlap_tp and run.fused te need it"
@@ -203,7 +205,6 @@ def _rules(engine: str, shape: ModelShape, t: Any) -> Rules:
         for holds, field, rule in nearest_family(shape).rules(shape):
             yield holds, field, f"trains models of transformers: {rule}"
     yield t.precision != "fp4", "precision", "has no 4-bit products"
-    yield not shape.qk_norm_whole, "qk_norm_whole", "norms queries and keys head by head"
     by_layers = t.recompute != "operators"
     yield by_layers, "recompute", "recomputes whole layers, or attention's core"
     yield not t.offload_checkpoints, "offload_checkpoints", "keeps them on the card"

@@ -72,6 +72,7 @@ def megatron_text(arguments: Arguments) -> str:
 
 def _rules(plan: Plan, shape: ModelShape) -> Rules:
     yield not plan.layer, "layer", "Megatron-LM trains its own"
+    yield not shape.qk_norm_whole, "qk_norm_whole", "Megatron-LM norms head by head"
     yield not shape.embedding_layernorm, "embedding_layernorm", "Megatron-LM has none"
     yield shape.rotary_base.is_integer(), "rotary_base", "Megatron-LM has whole numbers"
     # its fused kernel alone has the tanh form, and validate_args() turns that off without biases

@@ -64,7 +64,7 @@ def train_local(
 def require_startable(plan: Path | str) -> Plan:
     """The plan; ValueError where no single machine can train it."""
     read = read_plan(plan)
-    require_trainable(read.topology, read.run.fused)
+    require_trainable(read)
     node = read.cluster.gpus_per_node
     rule = f"one machine starts at most the {node} processes of a node; "
     rule += f"submit job.sbatch on {read.cluster.name}"

@@ -5,7 +5,7 @@ from functools import cached_property
 
 from trilane.config.plan import Plan, read_plan
 from trilane.costmodel.calibration import Calibration
-from trilane.costmodel.predict import SAFE
+from trilane.costmodel.predict import BALANCED, SAFE
 from trilane.costmodel.shipped import constants_of
 from trilane.forecasting.forecast import MEMORY, Forecast
 from trilane.forecasting.request import ForecastRequest
@@ -273,7 +273,8 @@ class Decision(Table):
         if made_by:
             origin += f", made by {made_by['notebook']} on {made_by['time'][:10]}"
         plan = self.asked.request.plan
-        return Text.of("Asked for: plan {:code} of {}.", plan.id, origin)
+        routing = f" {BALANCED}" if plan.shape.experts else ""
+        return Text.of("Asked for: plan {:code} of {}.{}", plan.id, origin, routing)
 
     def to_frame(self) -> DataFrame:
         """A row for each case on the page: its kind, its name, and the numbers of

@@ -120,7 +120,7 @@ def nodes(job: JobCheck) -> Findings:
     here = job.cluster
     planned = job.plan.cluster
     try:
-        require_trainable(topology, job.plan.run.fused)
+        require_trainable(job.plan)
     except ValueError as error:
         # what is installed here need not be what the job's environment has
         remedy = "correct it in the job's environment, or --allow engine where that has it"

@@ -42,7 +42,7 @@ def main(argv: list[str]) -> int:
 def require_traceable(plan: Plan) -> None:
     """ValueError for what no trace can run, before anything is built or imported."""
     t = plan.topology
-    require_trainable(t)
+    require_trainable(plan)
     rule = "its optimizer is compiled for the host, and its values move: a trace has no values"
     require(t.offload == "none", "offload", t.offload, rule)
     shape = plan.shape
