@@ -6,7 +6,6 @@ import csv
 import io
 import json
 import os
-from pathlib import Path
 
 import pytest
 from support import small_plan
@@ -100,25 +99,3 @@ def test_no_cell_of_a_csv_file_is_a_formula_and_numbers_stay_numbers(tmp_path, m
         rows = list(csv.DictReader(file))
     assert len(rows) == 2 * len(names) and {row["lm_loss"] for row in rows} == {"-3.25"}
     assert all(row["file"][0] in "'a" for row in rows)
-
-
-def test_each_run_is_printed_with_its_numbers_its_ending_and_its_problems(
-    tmp_path, monkeypatch, capsys
-):
-    monkeypatch.chdir(tmp_path)
-    once = "".join(m2021(i, ms=1000.0, loss=1.0) for i in range(1, 11))
-    (tmp_path / "fast.log").write_text(DUMP + MORE + once)
-    (tmp_path / "plain.err").write_text(once * 2)
-    (tmp_path / "wrong.log").write_text(once.replace("rate: 1.000E-04", "rate: 7.000E+00"))
-    lines = outcome(capsys, "logs", "parse", *sorted(tmp_path.iterdir()))[1].splitlines()
-    assert [Path(line).name for line in lines if not line.startswith(" ")] == [
-        "fast.log: completed (megatron-2021)",
-        "plain.err run 1 of 2: completed (megatron-2021)",
-        "plain.err run 2 of 2: completed (megatron-2021)",
-        "wrong.log: completed (megatron-2021)",
-    ]
-    assert (
-        lines[1]
-        == "  iterations 10, first_iteration 1, last_iteration 10, sec_per_it 1, tflops 12.18, loss 1"
-    )
-    assert lines[-1].startswith("  problem: learning_rate: 7: a ")
