@@ -273,8 +273,8 @@ class Decision(Table):
         if made_by:
             origin += f", made by {made_by['notebook']} on {made_by['time'][:10]}"
         plan = self.asked.request.plan
-        routing = f" {BALANCED}" if plan.shape.experts else ""
-        return Text.of("Asked for: plan {:code} of {}.{}", plan.id, origin, routing)
+        routing = BALANCED if plan.shape.experts else ""
+        return Text.of("Asked for: plan {:code} of {}. {}", plan.id, origin, routing)
 
     def to_frame(self) -> DataFrame:
         """A row for each case on the page: its kind, its name, and the numbers of
