@@ -36,7 +36,7 @@ def explore(
     plan.
 
         instrument = explore(found, known)
-        instrument.chosen.plan.save("plan.json")    which 03 and 07 take as their `plan`
+        instrument.chosen.plan.save("plan.json")    which 07 and all commands take
     """
     if isinstance(base, SearchResult):
         plans = shown_plans(base)
