@@ -69,7 +69,7 @@ def _dump_rank(folder: Path, stacks: Path, beat: Heartbeat, state: str) -> None:
     replace_text(stacks / f"rank_{beat.rank}.txt", text)
 
 
-def pyspy_dump(pid: int, *, stopped: bool = False) -> tuple[str, str]:
+def pyspy_dump(pid: int, *, stopped: bool) -> tuple[str, str]:
     """The output of `py-spy dump` for a process of this host and "", or "" and the error."""
     own = Path(sys.executable).with_name("py-spy")
     command = [str(own) if own.exists() else "py-spy", "dump", "--pid", str(pid)]

@@ -7,6 +7,8 @@ import pytest
 from slurm_cluster import REQUEST, SITE, plan
 
 from trilane.slurm import script
+from trilane.slurm.sites import Site
+from trilane.utils.validation import from_mapping
 from trilane_diagnose import response
 
 SPARE = ["a", "b", "c"]  # of which a and b train
@@ -40,7 +42,8 @@ def test_the_first_action_of_a_verdict_that_can_be_done_is_done(
 
 
 def test_a_site_changes_what_follows_and_only_by_known_words():
-    own = replace(SITE, responses={"hang": ("stop",)})
+    file = {"name": "mine", "responses": {"hang": ["stop"]}}
+    own = replace(SITE, responses=from_mapping(Site, file, "site").responses)
     text = script.render("train", plan("own", SITE.local[0]), own, REQUEST)
     (line,) = [line for line in text.splitlines() if response.CHANGED_BY in line]
     env = {response.CHANGED_BY: line.partition("=")[2].strip("'")}

@@ -78,6 +78,7 @@ BAD = [
     ({"setup": ["module load a", "x\ny"]}, r"^site.setup, line 2=.*must be one line"),
     ({"sbatch": {"x\n#SBATCH --uid": "0"}}, r"^site.sbatch=.*must be one line"),
     ({"host_suffix": "i; touch x"}, r"^site.host_suffix='i; touch x': must be letters"),
+    ({"responses": {"hang": "stop"}}, "^site.responses.hang=stop: must be a list"),
     ({"container": "pyxis"}, r"^site.container=pyxis: and container_image need each other"),
     (
         {"container": "pyxis", "container_image": "/a.sqsh", "container_mounts": ["a"]},

@@ -158,7 +158,7 @@ def unready(run: Run) -> str:
     return f"{before.folder.name}, the link before, is at {at} and has not saved it"
 
 
-def competing(run: Run, job: str, patience_s: float = 180, every_s: float = 2) -> str:
+def competing(run: Run, job: str, patience_s: float = 180) -> str:
     """Which other job trains in this folder now, "" where none does: two would mix their logs.
 
     SLURM starts the next job of a name while the one before is COMPLETING, whose ranks may still
@@ -177,7 +177,7 @@ def competing(run: Run, job: str, patience_s: float = 180, every_s: float = 2) -
                 is_ending |= state.state == "COMPLETING"
             if not is_ending or time.monotonic() > deadline:
                 break
-            time.sleep(every_s)
+            time.sleep(2)
     return ""
 
 

@@ -133,7 +133,7 @@ def interrupt(child: Child) -> None:
 
 
 @contextlib.contextmanager
-def printed_lines(command: Sequence[str], env: Mapping[str, str] | None = None) -> Iterator[Lines]:
+def printed_lines(command: Sequence[str], env: Mapping[str, str]) -> Iterator[Lines]:
     """The lines that a child prints; an empty one is its end.
 
     It ends with its input, which is open as long as the block; 5 s later by SIGTERM.

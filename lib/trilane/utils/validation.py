@@ -139,9 +139,9 @@ def _value(hint: Any, value: Any, where: str) -> Any:
         require(isinstance(value, list | tuple), where, value, "must be a list")
         return tuple(_value(typing.get_args(hint)[0], item, where) for item in value)
     if origin is dict:
-        is_of_texts = isinstance(value, Mapping)
-        is_of_texts = is_of_texts and all(isinstance(text, str) for text in value.values())
-        require(is_of_texts, where, value, "must be a JSON object of texts")
+        require(isinstance(value, Mapping), where, value, "must be a JSON object")
+        kind = typing.get_args(hint)[1]
+        return {name: _value(kind, item, f"{where}.{name}") for name, item in value.items()}
     if hint not in PLAIN:
         return value
     if isinstance(value, int) and not isinstance(value, bool):
