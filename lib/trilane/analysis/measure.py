@@ -77,7 +77,7 @@ class Measurement(Record):
     tokens_per_s    of the whole job
     flops_per_s     per GPU by definition (rates, and `printed` where the log has it)
     mfu             where the card is known
-    memory_bytes    the fullest rank's peak
+    memory_bytes    the fullest rank's peak: reserved, or else allocated
     """
 
     name: str
@@ -213,7 +213,7 @@ def measure_log(
     if not config.precision:
         peak *= 2.0  # the rate may be of 8 bits, twice that of 16
     problems = of_card(counted(log, "flops_per_s_per_gpu", counts), computed.values(), peak)
-    reserved = log.memory.get("max_reserved", math.nan)
+    allocated = log.memory.get("max_allocated", math.nan)
     return Measurement(
         name=name or log.source.name,
         log=replace(log, problems=(*log.problems, *problems)),
@@ -225,7 +225,7 @@ def measure_log(
         tokens_per_s=tokens_per_s or printed_tokens(log, counts, config.gpus),
         flops_per_s={**flops_per_s, **computed},
         mfu=mfu(config, seconds),
-        memory_bytes=log.memory.get("max_allocated", reserved),
+        memory_bytes=log.memory.get("max_reserved", allocated),
     )
 
 
