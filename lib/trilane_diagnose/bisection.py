@@ -119,7 +119,7 @@ def bisect(plan: Plan, axes: tuple[str, ...], run: Runner) -> Report:
     def boundary(axis: str) -> Boundary:
         tried = values(plan, axis)
         last = len(tried) - 1
-        if last == 0 or not works(axis, tried[0]):
+        if not last or not works(axis, tried[0]):
             return Boundary(axis=axis, works=0, hangs=tried[0])
         place = bisect_left(tried, True, 1, last, key=lambda value: not works(axis, value))
         return Boundary(axis=axis, works=tried[place - 1], hangs=tried[place])

@@ -91,7 +91,7 @@ def _faulthandler_dump(folder: Path, beat: Heartbeat) -> str:
     size = before = path.stat().st_size
     try:
         os.kill(beat.pid, STACKS)
-    except (ProcessLookupError, PermissionError):
+    except OSError:
         return ""
     for _ in range(30):
         time.sleep(0.1)

@@ -6,6 +6,7 @@ import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from trilane.logs.places import excluded
 from trilane.utils.files import natural
 from trilane.utils.frozen import frozen
 from trilane.utils.tables import short
@@ -19,6 +20,8 @@ from trilane_diagnose.stacks import Dump, patterns, read_faults, read_pyspy
 LARGEST_DUMP = 64 << 20  # bytes
 # facts about the run, and the states of a host's processes
 NO_DUMP = re.compile(r"(?:plan|topology|status|env|ds_config|verdict|failures)\.json$|states-")
+# what a file's name holds before and after that of its host
+NO_HOST = r"(?i)^(?:trace|stacks?|dump|py-?spy)(?:[-_.]|$)|(?<=\d)[-_](?:gpu|pid|proc|py-?spy).*"
 
 
 @frozen
@@ -79,12 +82,13 @@ def read_folder(folder: Path, grid: Grid | None = None) -> Evidence:
 
 @dataclass(kw_only=True)
 class _Files:
-    """What files hold: the dumps of ranks, recordings, and processes by their file and host."""
+    """What files hold: the dumps of ranks, recordings, and processes by their folder and host."""
 
     dumps: dict[int, Dump] = field(default_factory=dict)
     recordings: dict[int, Recording] = field(default_factory=dict)
     unreadable: set[int] = field(default_factory=set)
     nodes: dict[tuple[Path, str], list[Dump]] = field(default_factory=dict)
+    named: dict[tuple[Path, int], list[str]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     width: int = 0  # most processes of a node
     order: Known = Known.MAP  # of the nodes
@@ -112,10 +116,16 @@ class _Files:
         elif not is_named and rank in [dump.pid for dump in content]:
             self.nodes.setdefault((path.parent, ""), []).extend(content)
         elif content and rank is not None:
+            # numbers before the rank's are of nodes, of which each may number its own
+            before = re.findall(r"\d+", path.stem.partition("rank")[0])
+            other = self.named.setdefault((path.parent, rank), before)
+            rule = f"rank {rank} has other files; name each by its rank in the whole run"
+            require(before == other, "file", path.name, rule)
             self.keep(rank, next(filter(is_trainer, content), content[0]))
         elif content:
-            host = re.sub(r"^(?:trace|stacks?|dump|py-?spy)(?:[-_.]|$)", "", path.stem)
-            self.nodes[path, host] = content
+            host = re.sub(NO_HOST, "", path.stem)
+            host = excluded([host]) or host
+            self.nodes.setdefault((path.parent, host), []).extend(content)
 
     def keep(self, rank: int, dump: Dump) -> None:
         """Of the dumps of a rank, which come oldest first, the last with frames counts."""
@@ -145,7 +155,7 @@ class _Files:
             in_order = sorted(dumps, key=lambda dump: dump.pid)
             for rank, dump in zip(ranks, in_order, strict=False):
                 self.keep(rank, dump)
-        if any(not host for host in hosts):
+        if "" in hosts:
             self.notes.append("numbers of files are pids: ranks are unknown, numbered from 0")
         if hosts:
             self.notes.append("nodes are in the order of their names, ranks in that of their pids")
@@ -157,14 +167,8 @@ def _rank_of(path: Path) -> int | None:
     # `srun --output=trace-%N.out`: the end of a host's name is no rank
     if path.name.startswith("trace-"):
         return None
-    rank = _number(r"(?i)(?:^|[^a-zA-Z])rank[_\-. ]?(\d+)", path.name)
-    if rank is None:
-        rank = _number(r"^(?:.*[_\-.])?(\d+)$", path.name.split(".")[0])
-    return rank
-
-
-def _number(pattern: str, text: str) -> int | None:
-    match = re.search(pattern, text)
+    match = re.search(r"(?i)(?:^|[^a-zA-Z])rank[_\-. ]?(\d+)", path.name)
+    match = match or re.search(r"^(?:.*[_\-.])?(\d+)$", path.name.split(".")[0])
     return int(match[1][:9]) if match else None
 
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from trilane.logs.places import excluded
 from trilane.utils.frozen import frozen
 from trilane.utils.numbers import ranges
 from trilane.utils.tables import DataFrame, Record, Table, as_json, grouped
@@ -133,16 +134,16 @@ def _verdict(evidence: Evidence) -> Verdict:
     suspects = find_suspects(evidence, found)
     places = [evidence.grid[rank] for rank in suspects.reasons]
     nodes = tuple(dict.fromkeys(place.node for place in places))
-    exclude = ""
+    exclude = excluded(nodes)
     # all nodes cannot be left out
-    if _are_sure(evidence, found, suspects) and 0 < len(nodes) < len(evidence.grid.nodes):
-        exclude = f"--exclude={','.join(nodes)}"
+    if not _are_sure(evidence, found, suspects) or len(nodes) == len(evidence.grid.nodes):
+        exclude = ""
     return Verdict(
         grid=evidence.grid,
         groups=tuple(_groups(found, suspects)),
         reasons=suspects.reasons,
         nodes=nodes,
-        exclude=exclude,
+        exclude=f"--exclude={exclude}" if exclude else "",
         paragraph=_paragraph(evidence, found, suspects),
         notes=(*evidence.notes, *_notes(found)),
     )
@@ -223,8 +224,8 @@ def _paragraph(evidence: Evidence, found: Conditions, suspects: Suspects) -> str
         parts.append(f"{_places(evidence.grid, ranks)}: {reason}")
     parts = parts[:SHOWN_REASONS]
     if not parts:
-        line = f"which rank is at fault {OPEN} from these dumps"
-        parts.append(f"{line}; Flight Recorder dumps show more")
+        line = f"which rank is at fault {OPEN} from these dumps; Flight Recorder dumps show more"
+        parts.append(line)
     others = [r for r, own in found.items() if own.wait and r not in suspects.reasons]
     if others:
         most = max(_alike(found, others), key=len)

@@ -53,11 +53,7 @@ LATE = Result(broken="the test does not end in time")
 
 
 class NotStarted(Exception):
-    """srun has not started the step on some of its nodes; `refused`: why."""
-
-    def __init__(self, refused: dict[str, str]) -> None:
-        super().__init__(refused)
-        self.refused = refused
+    """srun has not started the step on some of its nodes; the argument has why, by node."""
 
 
 def findings(results: Mapping[str, Result], is_cpu: bool) -> Findings:
@@ -112,8 +108,9 @@ def tester(gpus: int | None, srun: Sequence[str]) -> Tester:
             results = run_step(nodes, gpus, srun)
         except NotStarted as error:
             # srun ends the step on all nodes where it cannot start it on one
-            others = test([node for node in nodes if node not in error.refused])
-            return replace(others, broken=others.broken | error.refused)
+            (refused,) = error.args
+            others = test([node for node in nodes if node not in refused])
+            return replace(others, broken=others.broken | refused)
         return findings(results, is_cpu=not gpus)
 
     return test

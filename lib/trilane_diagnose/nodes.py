@@ -211,7 +211,7 @@ def _carry_out(folder: Path, job: str, response: Response, evidence: str, count:
         append_line(folder / "run.log", f"trilane: {evidence}")
     if response.action == "requeue":
         with contextlib.suppress(ValueError):
-            requeue(job, count, list(response.nodes))  # SLURM may not know yet that one is dead
+            requeue(job, count, response.nodes)  # SLURM may not know yet that one is dead
 
 
 def _at_fault(
@@ -240,7 +240,7 @@ def _at_fault(
         if test and len(left) > len(trained) > 0:
             broken = test(left).broken
             if set(broken) & set(trained):
-                return "broken node", dict(broken)
+                return "broken node", broken
     suspects: list[str] = []
     if outcome.status is Status.HANG:
         for report in read_reports(folder):
@@ -304,10 +304,10 @@ def _of_allocation(folder: Path, job: str, kind: str) -> list[dict[str, Any]]:
     return [event for event in since if event["event"] == kind]
 
 
-def lost_nodes(folder: Path, job: str) -> list[str]:
-    """The nodes that the job has and that have failed."""
+def lost_nodes(folder: Path, job: str, kind: str = "node failure") -> list[str]:
+    """The nodes that the job has and that have failed, or that events of another kind name."""
     nodes: dict[str, None] = {}
-    for event in _of_allocation(folder, job, "node failure"):
+    for event in _of_allocation(folder, job, kind):
         nodes |= dict.fromkeys(event["nodes"])
     return list(nodes)
 
@@ -392,9 +392,7 @@ def _dead(folder: Path, job: str, nodes: Sequence[str]) -> list[str]:
     """
     if len(nodes) < 2:  # the node on which this runs
         return []
-    known: set[str] = set()
-    for event in _of_allocation(folder, job, "unreachable"):
-        known.update(event["nodes"])
+    known = lost_nodes(folder, job, "unreachable")
     probed = [node for node in nodes if node in known]
     if probed:
         return probed

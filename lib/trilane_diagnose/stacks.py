@@ -171,11 +171,10 @@ def read_pyspy(text: str) -> list[Dump]:
 
 def _thread(text: str) -> Thread:
     match = re.match(r'Thread \S+ \(([\w+ ]*)\)?(?:: "(.*)")?', text)
-    state = match[1] if match else ""
-    name = (match[2] if match else "") or ""
+    assert match  # by the split
     # Lines that are indented deeper are values of variables (--locals), which may look like frames.
     lines = re.findall(r"(?m)^ {4}(\S.*) \(([^()\n]*?)(?::(\d{1,9}))?\)[ \r]*$", text)
-    return Thread(_python([frame(*line) for line in lines]), name, "gil" in state)
+    return Thread(_python([frame(*line) for line in lines]), match[2] or "", "gil" in match[1])
 
 
 def read_faults(text: str) -> Dump:

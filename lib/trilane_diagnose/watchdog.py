@@ -144,8 +144,7 @@ class HangMonitor:
             verdict = diagnose_hang(stacks)
             explanation = verdict.paragraph
             rank = verdict.first
-            if verdict.exclude:  # shown, not only suspected
-                exclude = ",".join(verdict.nodes)
+            exclude = verdict.exclude.partition("=")[2]
         except (ValueError, OSError) as error:  # a full disk
             explanation = f"no verdict: {error}"
         cause = self.stall.cause(self._plan.topology.gpus, others, answered)

@@ -109,7 +109,7 @@ def test_nodes_are_named_after_their_files(tmp_path, capsys):
         stacks = [DATA.stack if (node, local) == (1, 2) else LOSS for local in range(4)]
         dumps = [pyspy_text(LAUNCHER, 101), pyspy_text(WORKER, 102)]
         dumps += [pyspy_text(stack, 100 + 10 * local) for local, stack in enumerate(stacks)]
-        (tmp_path / f"trace-{host}.out").write_text("".join(dumps))
+        (tmp_path / f"trace-{host}{'-gpu1.5' * node}.out").write_text("".join(dumps))
     assert main(["debug", "hang", str(tmp_path), "--tp=4", "--pp=2", "--dp=2", "--json"]) == 0
     verdict = json.loads(capsys.readouterr().out)
     assert (verdict["suspects"], verdict["exclude"]) == ([6], "--exclude=r8i0n3")
@@ -128,6 +128,13 @@ def test_a_pid_is_no_rank_and_the_end_of_a_files_name_no_node(form: str, tmp_pat
     verdict = diagnose_hang(tmp_path)
     assert (verdict.suspects, len(verdict.grid.ranks), verdict.exclude) == ((2,), 4, "")
     assert "rank 2 (node 1 of 1)" in verdict.paragraph
+
+
+def test_files_of_two_nodes_that_number_their_own_ranks_are_refused(tmp_path):
+    for name in ("node0_rank0", "node1_rank0"):
+        (tmp_path / f"{name}.txt").write_text(pyspy_text(LOSS))
+    with pytest.raises(ValueError, match="rank 0 has other files"):
+        diagnose_hang(tmp_path)
 
 
 @pytest.mark.parametrize(("culprits", "exclude"), [((1,), "--exclude=a"), ((1, 9), "")])

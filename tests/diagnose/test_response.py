@@ -28,7 +28,6 @@ SPARE = ["a", "b", "c"]  # of which a and b train
         ("hang", SPARE, "", "same", "stop", ""),  # a verdict without a node
         ("launch failure", SPARE, "", "", "same", ""),
         ("launch failure", SPARE, "", "same", "stop", ""),
-        ("wrong result", SPARE, "", "", "stop", ""),
         ("failure", SPARE, "", "", "stop", ""),
     ],
 )

@@ -236,7 +236,7 @@ XID = "n2: [18.4] NVRM: Xid (PCI:0000:1b:00): 79, pid=8, GPU has fallen off the 
     [
         (["n2"], {}, 1, "", "node failure", "n2", None),
         (["n3"], {}, 1, "", "crashed", "", None),  # the spare: no reason for the training to fail
-        (["n2"], {}, 0, "", "node failure", "", ["n2"]),
+        (["n2"], {}, 0, "", "node failure", "", ("n2",)),
         ([], {"n2": "has no GPU"}, 1, "", "crashed", "n2", None),
         # the node of an Xid still answers; the errors of the other ranks are no reason
         ([], {}, 1, XID, "GPU error", "n2", None),
@@ -249,7 +249,7 @@ def test_a_spare_takes_the_place_of_a_node_that_is_dead_or_broken(
     log: str,
     word: str,
     replaced: str,
-    without: list[str] | None,
+    without: tuple[str] | None,
     folder,
     slurm,
     monkeypatch,

@@ -152,8 +152,8 @@ def job_name(folder: Path) -> str:
 def sbatch(
     script: Path,
     *options: str,
-    name: str = "",
-    known: Collection[str] = (),
+    name: str,
+    known: Collection[str],
     arguments: Sequence[str] = (),
 ) -> str:
     """Submit `script` with its arguments from its folder, as a job of that name; the job's id.
@@ -162,7 +162,6 @@ def sbatch(
     job of the name that is none of the `known` ones is looked for. Where that fails,
     SlurmUnreachable has the command that looks.
     """
-    name = name or job_name(script)
     command = ["sbatch", "--parsable", f"--job-name={name}", *options, "--", script.name]
     command += arguments
     look = f"look with: squeue -u $USER -t all --name={name}"

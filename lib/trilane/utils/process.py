@@ -92,9 +92,12 @@ def run(
     """The command's output, once it has ended; its returncode is 124 where it took too long, 127
     where it cannot start, as of timeout(1) and a shell, with the reason in stderr.
     """
-    options |= {"capture_output": True, "encoding": "utf-8", "errors": "replace"}
-    if "input" not in options:
-        options["stdin"] = subprocess.DEVNULL
+    options |= {
+        "capture_output": True,
+        "encoding": "utf-8",
+        "errors": "replace",
+        "stdin": subprocess.DEVNULL,
+    }
     try:
         return subprocess.run(
             command, env=environment(env), timeout=within_s, check=False, **options
