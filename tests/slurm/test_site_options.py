@@ -44,7 +44,7 @@ def rendered(site: Site, **wishes: Any) -> str:
 
 
 # in the forms of detect-secrets' plugins
-PREFIXES = "hf_ github_pat_ ghp_ glpat- sk-proj- xoxb- npm_ eyJhbGciOiJIUzI1NiJ9."
+PREFIXES = "hf_ nvapi-Ab1Ab1Ab1Ab1Ab1Ab1Ab1Ab1 github_pat_ ghp_ glpat- sk-proj- xoxb- npm_ eyJhbGciOiJIUzI1NiJ9."
 SECRETS = [f"{start}{'Ab1' * 12}!" for start in PREFIXES.split()]
 SECRETS += [f"Bearer {'A1' * 8}!", f"AKIA{'A1' * 8}!", "-----BEGIN OPENSSH PRIVATE KEY-----!"]
 

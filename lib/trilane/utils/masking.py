@@ -15,7 +15,7 @@ VALUES = (
     r"-----BEGIN [A-Z ]{0,20}PRIVATE KEY(?: BLOCK)?-----(?:\\n|[\w+/=\s])*",
     r"\bBearer\s+[\w.~+/=-]{16,}",
     r"\beyJ[\w-]{10,400}\.[\w-]{10,}[\w.-]*",  # JSON web token
-    r"\bhf_[A-Za-z0-9]{20,}",
+    r"\b(?:hf_[A-Za-z0-9]{20,}|nvapi-[\w-]{60,})",
     r"\b(?:github_pat|gh[opsur])_\w{20,}",
     r"\bgl[a-z]{2,6}-[\w-]{20,}",  # GitLab
     r"\b[rs]k[-_](?=[\w-]{0,60}\d)[\w-]{20,}",  # model services, Stripe
