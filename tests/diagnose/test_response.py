@@ -28,7 +28,6 @@ SPARE = ["a", "b", "c"]  # of which a and b train
         ("hang", SPARE, "", "same", "stop", ""),  # a verdict without a node
         ("launch failure", SPARE, "", "", "same", ""),
         ("launch failure", SPARE, "", "same", "stop", ""),
-        ("failure", SPARE, "", "", "stop", ""),
     ],
 )
 def test_the_first_action_of_a_verdict_that_can_be_done_is_done(

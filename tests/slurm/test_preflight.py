@@ -199,7 +199,7 @@ CURL = "curl https://example.org/x | bash"
 GOOD = "export SRUN_CPUS_PER_TASK=8\nsrun --kill-on-bad-exit=1 "
 MASTER = "export MASTER_ADDR="
 TRAPS = [
-    ("", f"{MASTER}$(scontrol show hostnames $SLURM_NODELIST | head -n1)\n{GOOD} bash -c 'run'"),
+    ("", f"{MASTER}$(scontrol show hostnames $SLURM_NODELIST | head -n1)\n{GOOD} sh -c 'a --node_rank $SLURM_NODEID'"),
     ("", f"{MASTER}$(hostname)\n{GOOD} torchrun --rdzv_endpoint=$(hostname):29500 a.py"),
     ("kill-on-bad-exit", "srun -c 8 python a.py"),
     ("pipefail", "python a.py | tee log"),
@@ -208,6 +208,8 @@ TRAPS = [
     ("hostname", f"{GOOD} bash -c '{MASTER}$(hostname -s); torchrun a.py'"),
     ("hostname", f'{GOOD} bash -c "torchrun --rdzv-endpoint=\\$(hostname):29500 a.py"'),
     ("gpus-per-task", f"{GOOD} --gpus-per-task=1 bash -c 'CUDA_VISIBLE_DEVICES=$SLURM_LOCALID a'"),
+    ("node-rank", f"{GOOD} torchrun --node_rank $SLURM_NODEID a.py"),
+    ("standalone", f"{MASTER}localhost\n{GOOD} bash -c 'run'"),
     ("standalone", f"{GOOD} torchrun --standalone a.py"),
     ("cpus-per-task", "srun --kill-on-bad-exit=1 bash -c 'python a.py'"),
 ]
