@@ -179,7 +179,7 @@ def absent(step: str, args: argparse.Namespace) -> str:
     """Why this machine cannot take a step; "" where it can."""
     try:
         plan = plan_of(args, step if step in LEVERS else "engine")
-        require_trainable(plan.topology, plan.run.fused)
+        require_trainable(plan)
     except ValueError as error:
         return str(error)
     return ""

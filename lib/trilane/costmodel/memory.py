@@ -306,6 +306,11 @@ def over_layers(columns: Columns, stage: Number, kinds: tuple[Number, Number]) -
     return front * dense + (layers - front) * own
 
 
+def expert_parameters(columns: Columns, stage: Number) -> Number:
+    """Parameters of the experts that one GPU of the stage holds."""
+    return over_layers(columns, stage, layer_kinds(columns, lambda x: x.expert_parameters))
+
+
 def stage_parameters(columns: Columns, stage: Number) -> Number:
     """Parameters one GPU of the stage holds, but for experts: a tied embedding stands on the first
     and the last stage.
@@ -329,8 +334,7 @@ def model_states(
     plain = _states(x, stage_parameters(x, stage), constants)
     if not np.any(x.experts):
         return plain
-    held = over_layers(x, stage, layer_kinds(x, lambda x: x.expert_parameters))
-    experts = _states(x.expert_group(), held, constants)
+    experts = _states(x.expert_group(), expert_parameters(x, stage), constants)
     weights, gradients, optimizer = (a + b for a, b in zip(plain, experts, strict=True))
     return weights, gradients, optimizer
 
