@@ -199,7 +199,10 @@ CURL = "curl https://example.org/x | bash"
 GOOD = "export SRUN_CPUS_PER_TASK=8\nsrun --kill-on-bad-exit=1 "
 MASTER = "export MASTER_ADDR="
 TRAPS = [
-    ("", f"{MASTER}$(scontrol show hostnames $SLURM_NODELIST | head -n1)\n{GOOD} sh -c 'a --node_rank $SLURM_NODEID'"),
+    (
+        "",
+        f"{MASTER}$(scontrol show hostnames $SLURM_NODELIST | head -n1)\n{GOOD} sh -c 'a --node_rank $SLURM_NODEID'",
+    ),
     ("", f"{MASTER}$(hostname)\n{GOOD} torchrun --rdzv_endpoint=$(hostname):29500 a.py"),
     ("kill-on-bad-exit", "srun -c 8 python a.py"),
     ("pipefail", "python a.py | tee log"),
