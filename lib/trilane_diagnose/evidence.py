@@ -141,7 +141,7 @@ class _Files:
         trainers = {key: [*filter(is_trainer, dumps)] for key, dumps in self.nodes.items()}
         self.width = max(map(len, trainers.values()), default=0)
         # numbers are no names
-        names = [] if all(host.isdigit() or not host for host in hosts) else hosts
+        names = hosts if excluded(hosts) else []
         ranks_of: dict[str, list[int]] = {}
         width = self.width
         if grid:

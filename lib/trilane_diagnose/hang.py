@@ -82,12 +82,11 @@ class Verdict(Table):
         names = ("rank", "tp", "pp", "dp", "node", "step", "phase")
         rows = []
         for number, group in enumerate(self.groups):
-            does = {"state": group.state, "over": group.axis, "stack": group.stack}
+            does = {"group": number, "state": group.state, "over": group.axis, "stack": group.stack}
             for rank in group.ranks:
                 row = {name: getattr(self.grid[rank], name) for name in names}
-                reason = self.reasons.get(rank, "")
-                suspect = {"suspect": rank in self.reasons, "reason": reason}
-                rows.append(row | {"group": number} | does | suspect)
+                suspect = {"suspect": rank in self.reasons, "reason": self.reasons.get(rank, "")}
+                rows.append(row | does | suspect)
         table = pd.DataFrame(rows).sort_values("rank", ignore_index=True)
         return table.assign(step=table["step"].where(table["step"] >= 0))
 
@@ -224,8 +223,7 @@ def _paragraph(evidence: Evidence, found: Conditions, suspects: Suspects) -> str
         parts.append(f"{_places(evidence.grid, ranks)}: {reason}")
     parts = parts[:SHOWN_REASONS]
     if not parts:
-        line = f"which rank is at fault {OPEN} from these dumps; Flight Recorder dumps show more"
-        parts.append(line)
+        parts = [f"which rank is at fault {OPEN} from these dumps; Flight Recorder dumps show more"]
     others = [r for r, own in found.items() if own.wait and r not in suspects.reasons]
     if others:
         most = max(_alike(found, others), key=len)

@@ -1,6 +1,7 @@
 """Incident: one verdict on a failure from logs, stacks, Flight Recorder and SLURM's accounting."""
 
 import csv
+import re
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,12 @@ from trilane_diagnose.hang import diagnose_hang
 
 LOGS = (".log", ".out", ".err", ".gz")
 Row = dict[str, str]  # of SLURM's accounting
-WEAK = (Status.CANCELLED, Status.CRASHED, Status.COMPLETED, Status.RUNNING)
+WEAK = (Status.CANCELLED, Status.CRASHED, Status.COMPLETED, Status.RUNNING, Status.WAITING)
 STATES = attempt.REASONS | {"FAILED": Status.CRASHED}
-STATES |= {"COMPLETED": Status.COMPLETED, "RUNNING": Status.RUNNING}
-NOWHERE = "None assigned"  # of a job that never ran
+STATES |= {"COMPLETED": Status.COMPLETED, "RUNNING": Status.RUNNING, "PENDING": Status.WAITING}
+NOWHERE = ("", "None assigned")  # of a job that never ran
+# slurmstepd's signal where it cannot start a script, in a column of its own or in the reason
+UNSTARTED = r"'0:53'|RaisedSignal:53\b"
 # of a shell whose program was ended by a signal sacct leaves 128 out
 CUT = ("6:0", "9:0", "11:0", "15:0")
 
@@ -75,7 +78,7 @@ def _read_files(folder: Path) -> tuple[list[RunLog], list[Row]]:
             with path.open(encoding="utf-8", errors="replace") as file:
                 head = file.readline(1 << 14)
                 if "JobID" in head and "|" in head and "State" in head:
-                    blank = dict.fromkeys(("JobID", "State", "NodeList"), "")
+                    blank = dict.fromkeys(("JobID", "State", "NodeList", "Reason"), "")
                     rows = csv.DictReader([head, *file], delimiter="|", restval="")
                     accounts += [blank | row for row in rows]
                 elif path.suffix in LOGS:
@@ -105,26 +108,28 @@ def _end(logs: list[RunLog], accounts: list[Row]) -> tuple[Status, list[str]]:
             return log.status, lines
     if status:
         return status, lines
-    evidence = logs[0].evidence if logs else ""
     line = "cannot be determined from these files: why it ended, or whether it runs"
-    return Status.UNFINISHED, [f"{line}; last line: {evidence}"]
+    if logs:
+        line += f"; last line: {logs[0].evidence}"
+    return Status.UNFINISHED, [line]
 
 
 def _accounted(accounts: list[Row]) -> tuple[Status | None, list[str]]:
     """How the last run of a job ended by its own row, or by a step with a reason, which has the
-    node; in lines with what sacct does not tell. None where no job ran.
+    node; in lines with what sacct does not tell. Where none ran, of the last job; None without one.
 
     SLURM marks a step CANCELLED, too, of which a task was ended by a signal. A job that was
     requeued has rows for each time that it ran.
     """
-    ran = []
-    for number, row in enumerate(accounts):
-        has_run = _state(row) in STATES and row["NodeList"] != NOWHERE
-        if "." not in row["JobID"] and has_run:
-            ran.append(number)
-    if not ran:
+    jobs = [
+        number
+        for number, row in enumerate(accounts)
+        if "." not in row["JobID"] and _state(row) in STATES
+    ]
+    if not jobs:
         return None, []
-    row, *rest = accounts[ran[-1] :]
+    ran = [number for number in jobs if accounts[number]["NodeList"] not in NOWHERE]
+    row, *rest = accounts[(ran or jobs)[-1] :]
     steps = [step for step in rest if step["JobID"].startswith(f"{row['JobID']}.")]
     is_killed = any(_state(step) == "CANCELLED" for step in steps)
     for step in steps:
@@ -133,7 +138,10 @@ def _accounted(accounts: list[Row]) -> tuple[Status | None, list[str]]:
     status = STATES[_state(row)]
     code = row.get("ExitCode") or "unknown"
     where = f"job {row['JobID']}: {row['State']} on {row['NodeList']}"
-    lines = [f"{status}: {where}, exit code {code}"]
+    if re.search(UNSTARTED, str([row, *steps])):
+        status = Status.ENVIRONMENT
+        where = f"launch failure: {where}: no script starts (working directory, user, file system)"
+    lines = [f"{status}: {where}, exit code {code} ({row['Reason']})".removesuffix(" ()")]
     # with --kill-on-bad-exit srun ends with 143, the code of those that it killed
     if status is Status.CRASHED and (is_killed or code in ("15:0", "143:0")):
         lines.append("a task was ended by a signal; the exit code of the first is not known")

@@ -204,10 +204,18 @@ def _carry_out(folder: Path, job: str, response: Response, evidence: str, count:
     """Record the response in the ledger and the log; where it is that, requeue the job for so many
     nodes.
     """
-    facts = {"verdict": response.verdict, "action": response.action, "again": response.again}
-    facts |= {"nodes": response.nodes, "iteration": iteration(folder), "says": str(response)}
     with contextlib.suppress(OSError):  # a full disk
-        ledger.note(folder, "response", job, **facts)
+        ledger.note(
+            folder,
+            "response",
+            job,
+            verdict=response.verdict,
+            action=response.action,
+            again=response.again,
+            nodes=response.nodes,
+            iteration=iteration(folder),
+            says=str(response),
+        )
         append_line(folder / "run.log", f"trilane: {evidence}")
     if response.action == "requeue":
         with contextlib.suppress(ValueError):

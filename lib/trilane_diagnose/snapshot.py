@@ -171,8 +171,9 @@ def _facts(prints: list[dict[str, Any]]) -> Facts:
     if first["next_lr"] is not None:
         once["the next learning rate"] = float(first["next_lr"])
     once |= {name: first["optimizer"].get(name) for name in SETTINGS}
-    facts: dict[tuple[str, int | None, str], Any]
-    facts = {("optimizer", None, name): value for name, value in once.items()}
+    facts: dict[tuple[str, int | None, str], Any] = {
+        ("optimizer", None, name): value for name, value in once.items()
+    }
     facts["data", None, "the number of consumed samples"] = first["consumed_samples"]
     for values in prints:
         rank = values["rank"]

@@ -96,10 +96,9 @@ def conditions(evidence: Evidence) -> Conditions:
     found = {rank: _condition(rank, evidence, without) for rank in ranks}
     stacks = sum(bool(condition.frames) for condition in found.values())
     # Most ranks at one line outside communication wait for their GPUs.
-    outside = []
-    for rank, condition in found.items():
-        if condition.kind == "busy" and condition.frames and not condition.on_host:
-            outside.append(rank)
+    outside = [
+        rank for rank, own in found.items() if own.kind == "busy" and own.frames and not own.on_host
+    ]
     for crowd in grouped(outside, lambda rank: found[rank].key).values():
         if not 2 * len(crowd) > stacks > 1:
             continue

@@ -18,8 +18,7 @@ WATCHDOG = (
     "operation timeout: WorkNCCL(SeqNum=81, OpType=ALLREDUCE, NumelIn=4096, NumelOut=4096, "
     "Timeout(ms)=600000) ran for 600001 ms\n"
 )
-HEAD = "JobID|State|End|ExitCode|NodeList\n"
-END = "2026-11-27T15:34:01"
+HEAD = "JobID|State|ExitCode|NodeList|Reason\n"
 TRACEBACK = "[rank12]: Traceback (most recent call last):\n[rank12]: ValueError: bad\n"
 
 
@@ -28,16 +27,18 @@ TRACEBACK = "[rank12]: Traceback (most recent call last):\n[rank12]: ValueError:
     [
         (
             "srun: error: gpu3: task 3: Killed\n",
-            f"7|OUT_OF_MEMORY|{END}|0:125|gpu[1-4]\n7.0|OUT_OF_MEMORY|{END}|0:125|gpu3\n",
+            "7|OUT_OF_MEMORY|0:125|gpu[1-4]\n7.0|OUT_OF_MEMORY|0:125|gpu3\n",
             "host memory: job 7.0",
         ),
-        ("", f"7|FAILED|{END}|1:0|g\n7.0|CANCELLED|{END}|0:15|g\n", "crashed: job 7: FAILED"),
-        ("", f"7|FAILED|{END}|9:0|g\n", "crashed: job 7: FAILED on g, exit code 9:0\n9:0 may"),
-        ("", f"7|NODE_FAIL|{END}|1:0|g\n7|COMPLETED|{END}|0:0|h\n", "completed: job 7"),
-        ("", f"7|REQUEUED|{END}|0:0|g\n7.batch|CANCELLED|{END}|0:15|g\n", "cannot be determined"),
-        ("", f"7|TIMEOUT|{END}|0:0|g\n8|CANCELLED by 1|{END}|0:0|None assigned\n", "time limit"),
-        (TRACEBACK, f"7|CANCELLED by 1000|{END}|0:0|gpu3\n", "crashed on rank 12"),
-        ("", f"6|TIMEOUT|{END}|0:0|gpu1\n10|NODE_FAIL|{END}|1:0|gpu4\n", "node failure: job 10"),
+        ("", "7|FAILED|1:0|g\n7.0|CANCELLED|0:15|g\n", "crashed: job 7: FAILED"),
+        ("", "7|FAILED|9:0|g\n", "crashed: job 7: FAILED on g, exit code 9:0\n9:0 may"),
+        ("", "7|NODE_FAIL|1:0|g\n7|COMPLETED|0:0|h\n", "completed: job 7"),
+        ("", "7|REQUEUED|0:0|g\n7.batch|CANCELLED|0:15|g\n", "cannot be determined"),
+        ("", "7|TIMEOUT|0:0|g\n8|CANCELLED by 1|0:0|None assigned\n", "time limit"),
+        (TRACEBACK, "7|CANCELLED by 1000|0:0|gpu3\n", "crashed on rank 12"),
+        ("", "6|TIMEOUT|0:0|gpu1\n10|NODE_FAIL|1:0|gpu4\n", "node failure: job 10"),
+        ("", "7|FAILED|1:0|g\n7.batch|FAILED|0:53|g\n", "environment: launch failure"),
+        ("", "7|PENDING|0:0|None assigned|Resources\n", "waiting: job 7: PENDING on None"),
         ("", "", "cannot be determined from these files"),
     ],
 )

@@ -249,7 +249,7 @@ def test_a_spare_takes_the_place_of_a_node_that_is_dead_or_broken(
     log: str,
     word: str,
     replaced: str,
-    without: tuple[str] | None,
+    without: tuple | None,
     folder,
     slurm,
     monkeypatch,

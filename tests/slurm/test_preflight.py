@@ -199,16 +199,13 @@ CURL = "curl https://example.org/x | bash"
 GOOD = "export SRUN_CPUS_PER_TASK=8\nsrun --kill-on-bad-exit=1 "
 MASTER = "export MASTER_ADDR="
 TRAPS = [
-    (
-        "",
-        f"{MASTER}$(scontrol show hostnames $SLURM_NODELIST | head -n1)\n{GOOD} sh -c 'a --node_rank $SLURM_NODEID'",
-    ),
+    ("", f"{MASTER}$(scontrol show hostnames $SLURM_NODELIST | head -n1)\n{GOOD} bash -c 'run'"),
     ("", f"{MASTER}$(hostname)\n{GOOD} torchrun --rdzv_endpoint=$(hostname):29500 a.py"),
     ("kill-on-bad-exit", "srun -c 8 python a.py"),
     ("pipefail", "python a.py | tee log"),
     ("node-list", f"{MASTER}$(echo $SLURM_NODELIST | cut -d, -f1)"),
     ("node-list", f"{MASTER}${{SLURM_JOB_NODELIST%%,*}}"),
-    ("hostname", f"{GOOD} bash -c '{MASTER}$(hostname -s); torchrun a.py'"),
+    ("hostname", f"{GOOD} bash -c '{MASTER}$(hostname -s); torchrun --node_rank $SLURM_NODEID'"),
     ("hostname", f'{GOOD} bash -c "torchrun --rdzv-endpoint=\\$(hostname):29500 a.py"'),
     ("gpus-per-task", f"{GOOD} --gpus-per-task=1 bash -c 'CUDA_VISIBLE_DEVICES=$SLURM_LOCALID a'"),
     ("node-rank", f"{GOOD} torchrun --node_rank $SLURM_NODEID a.py"),

@@ -81,7 +81,7 @@ class JobState:
         A folder that is not there any more was moved here. What SLURM does not say speaks for
         `home`.
         """
-        if self.name and self.name == job_name(home):
+        if self.name == job_name(home):
             return True
         if self.folder:
             return not os.path.isdir(self.folder) or os.path.samefile(self.folder, home)
@@ -245,8 +245,7 @@ def past(ids: Collection[str]) -> dict[str, JobState]:
         state = word.partition(" ")[0]  # "CANCELLED by 1000"
         # of a job that has lost a node under --no-kill there is a row RESIZING before its end's
         if state in ENDED or (state != "RESIZING" and user != getpass.getuser()):
-            facts = {"elapsed": elapsed, "nodes": nodes, "folder": folder}
-            jobs[job] = JobState(id=job, state=state, **facts)
+            jobs[job] = JobState(id=job, state=state, elapsed=elapsed, nodes=nodes, folder=folder)
     return jobs
 
 

@@ -63,7 +63,10 @@ class FolderLock:
                 with contextlib.suppress(TimeOutError):
                     return lock.lock(timeout=0)
                 if time.monotonic() > end:
-                    holder = _holder(lock)
+                    holder = "an unknown process"
+                    with contextlib.suppress(NotLockedError, ValueError):
+                        host, pid, _ = lock.details
+                        holder = f"process {pid} on {host}"
                     raise ValueError(f"{where}: is locked by {holder}; try again when it has ended")
                 time.sleep(0.2)
         except OSError as error:
@@ -77,13 +80,6 @@ class _Lock(Lock):
         # every node
         self._hostname = platform.node()
         self._set_claimfile()
-
-
-def _holder(lock: Lock) -> str:
-    with contextlib.suppress(NotLockedError, ValueError):
-        host, pid, _ = lock.details
-        return f"process {pid} on {host}"
-    return "an unknown process"
 
 
 def _release_dead(lock: Lock) -> None:
