@@ -180,7 +180,7 @@ class ModelShape(Record):
             rule = f"must be 1 to experts={self.experts}"
             yield 0 < self.top_k <= self.experts, "top_k", rule
             yield self.expert_ffn > 0, "expert_ffn", "must be above zero, as there are experts"
-            rule = "needs shared_experts, as they need it"
+            rule = f"must be above zero exactly where shared_experts={self.shared_experts} is"
             yield (self.shared_ffn > 0) == (self.shared_experts > 0), "shared_ffn", rule
             yield self.shared_experts or not self.shared_gate, "shared_gate", "needs shared_experts"
             rule = f"must be below num_layers={self.num_layers}"
