@@ -166,7 +166,9 @@ def running_jobs(root: Path, count: int) -> list[str]:
     """Jobs that run, and would sleep for minutes."""
     script = root / "sleep.sbatch"
     script.write_text(HELD.replace("#SBATCH --hold\n", ""))
-    ids = [client.sbatch(script, "--output=/dev/null") for _ in range(count)]
+    ids = [
+        client.sbatch(script, "--output=/dev/null", name="sleep", known=()) for _ in range(count)
+    ]
     wait_until(
         lambda: all(s.state == "RUNNING" for s in client.states(ids).values()),
         60,

@@ -125,7 +125,11 @@ BAD = [  # the shape's fields, the topology's, the message
     ({"top_k": 9}, {}, "top_k=9: must be 1 to experts=8"),
     ({"expert_ffn": 0}, {}, "expert_ffn=0: must be above zero"),
     ({"experts": 0}, {}, "top_k=2: needs experts"),
-    ({"shared_experts": 1}, {}, "shared_ffn=0: must be above zero exactly where shared_experts=1 is"),
+    (
+        {"shared_experts": 1},
+        {},
+        "shared_ffn=0: must be above zero exactly where shared_experts=1 is",
+    ),
     ({"first_dense": 32}, {}, "first_dense=32: must be below num_layers=32"),
     ({}, {"ep": 3, "dp": 9, "gbs": 72}, "ep=3: must divide experts=8"),
     ({}, {"ep": 8, "etp": 2}, "ep=8: ep x etp must divide tp x cp x dp"),
