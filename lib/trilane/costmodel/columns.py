@@ -13,6 +13,7 @@ from trilane.costmodel.constants import Constants, card_facts
 
 FP32, FP16, BF16, FP8, FP4 = range(5)  # places of CHOICES["precision"]
 NONE, SELECTIVE, FULL, OPERATORS, BLOCK = range(5)  # places of CHOICES["recompute"]
+ALLTOALL, ALLGATHER, DEEPEP, HYBRIDEP = range(4)  # places of CHOICES["dispatcher"]
 Number = Any  # a float or a numpy array; arrays in one Columns broadcast against each other
 
 

@@ -9,6 +9,8 @@ from typing import NamedTuple
 import numpy as np
 
 from trilane.costmodel.columns import (
+    ALLGATHER,
+    DEEPEP,
     FP8,
     OPERATORS,
     SELECTIVE,
@@ -224,9 +226,9 @@ def exchange_seconds(setting: Setting) -> Number:
     span = x.ep * x.etp
     domains = np.maximum(span / domain, 1)
     away = 1 - 1 / domains
-    is_single = x.dispatcher >= 2
+    is_single = x.dispatcher >= DEEPEP
     chosen = domains * (1 - away**x.top_k)
-    gathers = x.dispatcher == 1
+    gathers = x.dispatcher == ALLGATHER
     reach = np.where(is_single, chosen, x.top_k)
     each = np.where(gathers, span, reach) * x.tokens / x.tp * size
     outside = each * away / (cluster.domain_bytes_per_s / domain * c.network)
