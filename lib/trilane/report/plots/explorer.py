@@ -167,6 +167,9 @@ def numbers_of(c: Candidate, tokens: float) -> dict[str, str]:
     tokens = tokens or TOKENS_PER_PARAMETER * c.plan.shape.active_parameters
     iterations = tokens / t.gbs / c.plan.shape.seq_length
     days = [iterations * seconds / 86400 for seconds in interval]
+    shown = "under 0.01"  # more digits do not fit
+    if days[2] >= 0.01:
+        shown = with_bounds(*days).replace(" (", "\n").rstrip(")")
     return {
         "TP x CP x PP x DP; id": f"{t.tp} x {t.cp} x {t.pp} x {t.dp}\n{c.plan.id}",
         "ZeRO; recompute": f"{t.zero}; {t.recompute}",
@@ -174,7 +177,7 @@ def numbers_of(c: Candidate, tokens: float) -> dict[str, str]:
         "seconds (90 %)": with_bounds(*interval).replace(" (", "\n").rstrip(")"),
         "GiB": f"{p.memory_bytes / 2**30:.3g}",
         "P(out of memory)": chance(p.oom_probability),
-        f"days, {size_text(tokens)} tokens": with_bounds(*days).replace(" (", "\n").rstrip(")"),
+        f"days, {size_text(tokens)} tokens": shown,
         "GPU-hours of these": amount(24 * days[0] * t.gpus),
     }
 
