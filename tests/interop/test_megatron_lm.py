@@ -184,6 +184,7 @@ class Program:
             patch.setenv("WORLD_SIZE", str(gpus))
             patch.setattr(sys, "argv", ["pretrain_gpt.py", *words, "--no-rope-fusion"])
             patch.setattr(self.arguments, "get_device_arch_version", lambda: card[0])
+            patch.setattr("torch.cuda.get_device_capability", lambda: card)
             patch.setattr(self.arguments, "add_megatron_arguments", lambda _: self.parser)
             return self.arguments.validate_args(self.arguments.parse_args())
 

@@ -13,7 +13,7 @@ from typing import Any
 from trilane.config.engines import unsupported_reason
 from trilane.config.model import MIXTURE, ModelShape
 from trilane.config.options import Rules, first_broken
-from trilane.config.parallelism import SINGLE, Topology
+from trilane.config.parallelism import SINGLE
 from trilane.config.plan import Plan
 from trilane.utils.validation import require, shipped_json
 
@@ -144,7 +144,7 @@ def _of_plan(plan: Plan) -> dict[str, Any]:
         values["group-query-attention"] = True
         values["num-query-groups"] = shape.kv_heads
     if shape.experts:
-        values |= _of_experts(shape, topology)
+        values |= _of_experts(plan)
     if plan.data.tokenizer == "bytes":
         values["tokenizer-type"] = "NullTokenizer"
         # ids of our tokenizer "bytes"; from core 0.18 on NullTokenizer ends a document by the last
@@ -156,17 +156,20 @@ def _of_plan(plan: Plan) -> dict[str, Any]:
     return values
 
 
-def _of_experts(shape: ModelShape, topology: Topology) -> dict[str, Any]:
+def _of_experts(plan: Plan) -> dict[str, Any]:
     """What a mixture of experts has in another form; its defaults are tp GPUs an expert, two
     experts a token and a balancing loss.
     """
+    shape = plan.shape
+    topology = plan.topology
+    capability = plan.cluster.gpu.compute_capability or (0, 0)
     values: dict[str, Any] = {
         "expert-tensor-parallel-size": topology.etp,
         "moe-shared-expert-intermediate-size": shape.shared_channels or False,
         "moe-router-load-balancing-type": "aux_loss" if shape.aux_loss else "none",
         "moe-router-topk": shape.top_k,
         "moe-router-dtype": "fp32",
-        "moe-grouped-gemm": True,
+        "moe-grouped-gemm": capability >= (8, 0),  # it refuses others
         "moe-token-dispatcher-type": topology.dispatcher,
     }
     if shape.first_dense:
