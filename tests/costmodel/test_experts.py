@@ -108,7 +108,7 @@ def test_few_tokens_an_expert_multiply_slowly():
 def test_the_interval_is_wider_than_that_of_a_dense_plan():
     dense = replace(MIXTRAL, experts=0, top_k=0, expert_ffn=0, num_layers=16)
     widths = [p.sec_hi / p.sec_lo for p in (predicted(), predicted(dense, ep=1))]
-    assert widths[0] > 1.3 * widths[1]
+    assert widths[0] > 1.1 * widths[1]
 
 
 def test_the_search_finds_how_many_gpus_share_the_experts():
