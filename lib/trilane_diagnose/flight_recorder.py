@@ -14,7 +14,7 @@ from struct import error as StructError
 from typing import Any, NoReturn
 
 from trilane.utils.frozen import frozen
-from trilane.utils.tables import short
+from trilane.utils.tables import Json, short
 from trilane.utils.validation import require
 from trilane.workspace.rank_grid import MOST
 from trilane_diagnose.stacks import DAMAGED
@@ -168,7 +168,7 @@ def _in_order(calls: list[Call]) -> tuple[Call, ...]:
     return tuple(reversed(backwards))
 
 
-def _call(entry: dict[str, Any], members: Mapping[str, tuple[int, ...]]) -> Call:
+def _call(entry: Json, members: Mapping[str, tuple[int, ...]]) -> Call:
     names = [_word(name) for name in entry["process_group"][:2]]
     group = names[0]
     p2p = bool(entry.get("is_p2p"))

@@ -5,12 +5,11 @@ tables.
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from trilane.logs.places import excluded
 from trilane.utils.frozen import frozen
 from trilane.utils.numbers import ranges
-from trilane.utils.tables import DataFrame, Record, Table, as_json, grouped
+from trilane.utils.tables import DataFrame, Json, Record, Table, as_json, grouped
 from trilane.utils.validation import shipped_json
 from trilane.workspace.place import Known
 from trilane.workspace.rank_grid import Grid, asked, from_json
@@ -105,7 +104,7 @@ class Verdict(Table):
         lines += [f"note: {note}" for note in self.notes]
         return "\n".join(lines)
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> Json:
         values = {
             "groups": self.groups,
             "suspects": self.suspects,

@@ -3,13 +3,12 @@
 import csv
 import re
 from pathlib import Path
-from typing import Any
 
 from trilane.logs.endings import Level
 from trilane.logs.run import RunLog, read_logs, read_run_folder
 from trilane.slurm import attempt
 from trilane.utils.frozen import frozen
-from trilane.utils.tables import Record
+from trilane.utils.tables import Json, Record
 from trilane.utils.validation import require, require_folder
 from trilane.workspace.status import Status
 from trilane_diagnose.hang import diagnose_hang
@@ -34,7 +33,7 @@ class Incident(Record):
 
     status: Status
     verdict: tuple[str, ...]
-    hang: dict[str, Any] | None
+    hang: Json | None
 
     def summary(self) -> str:
         return "\n".join(self.verdict)

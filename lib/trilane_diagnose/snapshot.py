@@ -1,7 +1,7 @@
 """Snapshot: the fingerprints of all ranks at one moment, and what is wrong inside one."""
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cached_property, reduce
 from math import prod
@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from trilane.utils.frozen import frozen
 from trilane.utils.numbers import ranges
-from trilane.utils.tables import Record, grouped
+from trilane.utils.tables import Json, Record, grouped
 from trilane.utils.validation import read_json, require, require_folder
 from trilane.workspace import checkpoints
 from trilane.workspace.fingerprints import (
@@ -109,7 +109,7 @@ class Snapshot:
     state: State
     layout: list[Any]
     precision: str
-    shape: Mapping[str, Any]
+    shape: Json
     facts: Facts
     held: tuple[Held, ...]
     missing: list[int]
@@ -135,7 +135,7 @@ class Snapshot:
 
 def read_snapshot(state: State) -> Snapshot:
     """The snapshot of a state; ValueError where a file is damaged."""
-    prints: list[dict[str, Any]] = []
+    prints: list[Json] = []
     held: list[Held] = []
     for path in _prints(state.path):
         with _whole(path):
@@ -163,7 +163,7 @@ def read_snapshot(state: State) -> Snapshot:
         )
 
 
-def _facts(prints: list[dict[str, Any]]) -> Facts:
+def _facts(prints: list[Json]) -> Facts:
     first = prints[0]
     # A rank that updates no parameters, as some may with many replicas, has taken no steps.
     scalars = max((values["scalars"] for values in prints), key=lambda scalars: scalars["step"])

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from trilane.utils.files import natural
 from trilane.utils.frozen import frozen
-from trilane.utils.tables import Record, grouped
+from trilane.utils.tables import Json, Record, grouped
 from trilane.utils.validation import require, require_folder, shipped_json
 
 # What readers of damaged JSON or pickles raise.
@@ -213,7 +213,7 @@ class LastCalls(Record):
     function entered last, the last line run, and the files.
     """
 
-    groups: tuple[dict[str, Any], ...]
+    groups: tuple[Json, ...]
 
     def summary(self) -> str:
         """A line for each place."""

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from trilane.cli.app import GROUPS, Answer, Group, command, note
 from trilane.config.options import option
@@ -15,7 +14,7 @@ from trilane.slurm import study_runs as several
 from trilane.slurm.sites import JobRequest, Site
 from trilane.utils.frozen import frozen
 from trilane.utils.hooks import hook
-from trilane.utils.tables import one_line
+from trilane.utils.tables import Json, one_line
 from trilane.utils.validation import to_mapping
 from trilane.workspace.run import Run
 from trilane.workspace.study import run_folders
@@ -86,7 +85,7 @@ def submit(
         for run, one in jobs.submit_all(asked, job.site, job, times=times, parallel=most):
             submitted.setdefault(run, []).append(one)
     lines = []
-    values: dict[str, Any] = {"findings": {}, "submitted": {}}
+    values: Json = {"findings": {}, "submitted": {}}
     for run, found in findings.items():
         ids = submitted.get(run, ["not submitted"])
         lines.append(f"{', '.join(ids)}  {run.folder}")

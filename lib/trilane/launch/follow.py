@@ -3,13 +3,13 @@
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from trilane.config.plan import Plan
 from trilane.utils.files import Appended, json_object
 from trilane.utils.process import Child, interrupt
+from trilane.utils.tables import Json
 
 POLL_S = 0.1
 
@@ -62,7 +62,7 @@ def follow(
         copy(rest=True)
 
 
-def print_fifth(plan: Plan, step: Mapping[str, Any]) -> None:
+def print_fifth(plan: Plan, step: Json) -> None:
     """Print a record of steps.jsonl to stderr, five of a run."""
     done = step["iteration"]
     goal = plan.run.train_iters

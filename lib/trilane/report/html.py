@@ -17,7 +17,7 @@ import vl_convert
 from nbconvert import HTMLExporter
 
 from trilane.report.plots.style import MIME, VERSION
-from trilane.utils.tables import Html, short
+from trilane.utils.tables import Html, Json, short
 from trilane.utils.validation import DATA
 from trilane.workspace.installation import checkout, stamp
 
@@ -196,7 +196,7 @@ def title(notebook: Any) -> str:
     return "untitled"
 
 
-def parameters(notebook: Any) -> dict[str, Any]:
+def parameters(notebook: Any) -> Json:
     """Those with which it was executed, by name."""
     given = notebook.metadata.get("papermill", {}).get("parameters", {})
     return given

@@ -20,6 +20,7 @@ from trilane.report.index import write_index
 from trilane.utils.files import replace_text, set_aside
 from trilane.utils.folder_lock import FolderLock
 from trilane.utils.process import environment, python, replace_by
+from trilane.utils.tables import Json
 from trilane.utils.validation import require, require_known
 from trilane.workspace.installation import outputs_root, shipped, stamp
 from trilane.workspace.study import Study, load_cluster
@@ -62,7 +63,7 @@ def typed(field: str, given: object, kind: str) -> Any:
     return value
 
 
-def notebooks_of_all(given: Mapping[str, Any]) -> tuple[list[str], dict[str, Any]]:
+def notebooks_of_all(given: Json) -> tuple[list[str], Json]:
     """The notebooks of `all` where the parameters `given` ask for this machine or another cluster,
     for which 03 only writes run folders; and all their parameters. ValueError for an unknown one.
     """
@@ -75,7 +76,7 @@ def notebooks_of_all(given: Mapping[str, Any]) -> tuple[list[str], dict[str, Any
     return ELSEWHERE, {"train": False, **given}
 
 
-def distribute(chosen: Sequence[str], given: Mapping[str, object]) -> dict[str, dict[str, Any]]:
+def distribute(chosen: Sequence[str], given: Mapping[str, object]) -> dict[str, Json]:
     """The typed parameters of each notebook in `chosen`; ValueError for a name that none of them
     has.
     """
@@ -83,7 +84,7 @@ def distribute(chosen: Sequence[str], given: Mapping[str, object]) -> dict[str, 
     known = set[str]().union(*declared.values())
     for field in given:
         require_known("parameter", field, known)
-    values: dict[str, dict[str, Any]] = {name: {} for name in chosen}
+    values: dict[str, Json] = {name: {} for name in chosen}
     for name, fields in declared.items():
         for field in fields.keys() & given:
             kind = fields[field]["inferred_type_name"]
@@ -115,7 +116,7 @@ def run(name: str, study: Study, **given: object) -> Path:
     return executed.with_suffix(".html")
 
 
-def _execute(name: str, executed: Path, values: Mapping[str, Any]) -> None:
+def _execute(name: str, executed: Path, values: Json) -> None:
     source = path_of(name)
     inherited = environment({"TRILANE_OUTPUTS": str(outputs_root().absolute())})
     folder = tempfile.TemporaryDirectory(prefix="trilane-", dir=inherited.get("TMPDIR"))
@@ -142,7 +143,7 @@ def _execute(name: str, executed: Path, values: Mapping[str, Any]) -> None:
             raise NotebookError(f"{name}: {error}", is_input=False) from None
 
 
-def is_done(name: str, study: Study, values: Mapping[str, Any]) -> bool:
+def is_done(name: str, study: Study, values: Json) -> bool:
     """Whether the study holds a completed execution of that notebook with the same parameters."""
     executed = _execution(study, name)
     return state(executed) == "completed" and parameters(executed) == {
@@ -160,7 +161,7 @@ def _execution(study: Study, name: str) -> Any:
     return nbformat.v4.new_notebook()
 
 
-def run_all(study: Study, values: Mapping[str, Mapping[str, Any]]) -> Path:
+def run_all(study: Study, values: Mapping[str, Json]) -> Path:
     """Run notebooks in order, each with its parameters, as distribute() gives them; the path of the
     study's index.
 
@@ -178,7 +179,7 @@ def run_all(study: Study, values: Mapping[str, Mapping[str, Any]]) -> Path:
     return write_index(study)
 
 
-def open_lab(study: Study, given: Mapping[str, Mapping[str, Any]]) -> NoReturn:
+def open_lab(study: Study, given: Mapping[str, Json]) -> NoReturn:
     """Become JupyterLab on the study's own copies of notebooks, given with their parameters."""
     for name, values in given.items():
         print(copy_into(study, name, values))
@@ -190,7 +191,7 @@ def open_lab(study: Study, given: Mapping[str, Mapping[str, Any]]) -> NoReturn:
     replace_by(words, {"TRILANE_OUTPUTS": str(study.folder.parent.absolute())})
 
 
-def copy_into(study: Study, name: str, values: Mapping[str, Any]) -> Path:
+def copy_into(study: Study, name: str, values: Json) -> Path:
     """The study's copy of a notebook to work on by hand, lab/NAME.ipynb; one that exists stays.
 
     A cell below its parameters sets `values`, and those with which the study ran the notebook.

@@ -16,7 +16,7 @@ from trilane.planning.search_result import Candidate, SearchResult
 from trilane.planning.space import divisors
 from trilane.report.plots.explorer import PLANS, explorer, plan_row, shown_plans
 from trilane.report.plots.style import MIME
-from trilane.utils.tables import Html
+from trilane.utils.tables import Html, Json
 from trilane.utils.validation import shipped_json
 
 # the controls that are always there; the others are behind "more"
@@ -201,7 +201,7 @@ class Editor:
         # without a picture JupyterLab makes one, which takes as long as the drawing
         self.picture.outputs = _outputs({MIME: spec, "image/png": PAGE["pixel"]})
 
-    def _repr_mimebundle_(self, **options: Any) -> dict[str, Any]:
+    def _repr_mimebundle_(self, **options: Any) -> Json:
         """The controls and the figure; in a report without a kernel the figure with its own."""
         return {**self.widget._repr_mimebundle_(**options), **self.figure._repr_mimebundle_()}
 

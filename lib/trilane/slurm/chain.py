@@ -9,7 +9,6 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from trilane.config.batch_rampup import Phase, Ramp
 from trilane.config.plan import Plan
@@ -17,6 +16,7 @@ from trilane.costmodel.predict import predict
 from trilane.slurm import script
 from trilane.slurm.sites import JobRequest, Site
 from trilane.utils.frozen import frozen
+from trilane.utils.tables import Json
 from trilane.utils.validation import is_count, require, require_integer
 
 
@@ -141,7 +141,7 @@ def phases(plan: Plan) -> list[Phase]:
     return plan.run.ramp.between(plan.topology.gbs, plan.run.start_iteration, plan.run.goal)
 
 
-def costs(plans: Mapping[Path, Plan], request: JobRequest) -> list[dict[str, Any]]:
+def costs(plans: Mapping[Path, Plan], request: JobRequest) -> list[Json]:
     """Runs as JSON: each one's folder, nodes, batch sizes, iterations, predicted hours, and jobs of
     one time limit.
 
@@ -170,7 +170,7 @@ def costs(plans: Mapping[Path, Plan], request: JobRequest) -> list[dict[str, Any
     return rows
 
 
-def costs_text(rows: Sequence[Mapping[str, Any]]) -> str:
+def costs_text(rows: Sequence[Json]) -> str:
     """The costs of runs for the terminal: a line each, and their sum."""
     form = "{run}: iterations {first}-{last}, {nodes} nodes, {gpus} GPUs, mbs {mbs}, "
     form += "{hours:.2f} h, {gpu_hours:.2f} GPU hours, {jobs} jobs"

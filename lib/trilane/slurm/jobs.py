@@ -9,7 +9,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
-from typing import Any
 
 from trilane.launch.outcome import last_log
 from trilane.slurm import attempt, client, copies
@@ -19,7 +18,7 @@ from trilane.slurm.sites import JobRequest, Site
 from trilane.utils.files import free_bytes, is_inside, read_text
 from trilane.utils.folder_lock import FolderLock
 from trilane.utils.frozen import frozen
-from trilane.utils.tables import DataFrame, Table, as_json, middle
+from trilane.utils.tables import DataFrame, Json, Table, as_json, middle
 from trilane.utils.validation import require
 from trilane.workspace import pace
 from trilane.workspace.checkpoints import checkpoint_bytes
@@ -209,7 +208,7 @@ class JobStatus(JobState):
     waiting: int
     exclude: str = ""
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> Json:
         """The JSON object of `trilane slurm status`, in which the key of our status is
         `verdict`.
         """

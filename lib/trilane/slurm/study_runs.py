@@ -2,7 +2,7 @@
 and followed, and of a table of plans (a sweep).
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from trilane.slurm.preflight import check_job, refused
 from trilane.slurm.sites import JobRequest, Site
 from trilane.utils.folder_lock import FolderLock
 from trilane.utils.frozen import frozen
-from trilane.utils.tables import Columns, DataFrame, Table, Text
+from trilane.utils.tables import Columns, DataFrame, Json, Table, Text
 from trilane.utils.validation import read_json, require
 from trilane.workspace.installation import outputs_root
 from trilane.workspace.run import Run, put_aside
@@ -182,7 +182,7 @@ def _trained(
     return searched.replace(engine=engine, data=data, optimizer=optimizer, run=limits)
 
 
-def read_plans(path: Path) -> list[dict[str, Any]]:
+def read_plans(path: Path) -> list[Json]:
     """Plans: of `trilane plan search --json`, of 02_topology's plans.json, or a list."""
     plans = read_json(path, "plans")
     if isinstance(plans, dict):
@@ -194,14 +194,14 @@ def read_plans(path: Path) -> list[dict[str, Any]]:
 
 
 def create_sweep(
-    folder: Path, plans: Iterable[Mapping[str, Any]], site: Site, request: JobRequest
+    folder: Path, plans: Iterable[Json], site: Site, request: JobRequest
 ) -> list[Path]:
     """Write the run folder runs/LABEL of each plan; the folders. ValueError, and nothing is
     written, where one exists or two plans have the same label.
     """
     folders: dict[Path, Plan] = {}
     for values in plans:
-        plan = plan_from_json(dict(values))
+        plan = plan_from_json(values)
         path = folder / "runs" / plan.label
         require(path not in folders, "label", plan.label, "must be unique in a sweep")
         folders[path] = plan

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from trilane.utils.tables import Json
 from trilane.utils.validation import require_new
 
 # of a disk or a quota that is full, or of storage that is away for a while
@@ -48,7 +49,7 @@ def is_inside(folder: Path, path: Path) -> bool:
     return Path(os.path.realpath(path)).is_relative_to(os.path.realpath(folder))
 
 
-def json_lines(text: str) -> list[dict[str, Any]]:
+def json_lines(text: str) -> list[Json]:
     """The JSON objects in the lines of a text; lines that a killed process or a crash damaged are
     skipped.
     """
@@ -56,7 +57,7 @@ def json_lines(text: str) -> list[dict[str, Any]]:
     return [values for values in objects if values is not None]
 
 
-def json_object(text: str) -> dict[str, Any] | None:
+def json_object(text: str) -> Json | None:
     """The JSON object in a text; None for any other text."""
     try:
         values = json.loads(text.strip("\0"))

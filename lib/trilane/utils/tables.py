@@ -87,7 +87,7 @@ class Record:
         # in the class itself: @dataclass writes its own repr() over one that is inherited
         cls.__repr__ = Record.__repr__  # type: ignore[method-assign]
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> Json:
         """The JSON object of as_json()."""
         return as_json(self)
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from trilane.utils.masking import masked
-from trilane.utils.tables import T, as_json, middle, one_line
+from trilane.utils.tables import Json, T, as_json, middle, one_line
 
 DATA = Path(__file__).parents[1] / "data"  # the files that ship with trilane
 MOST_JSON_BYTES = 1 << 26  # a search with all its plans has a few million
@@ -153,7 +153,7 @@ def _value(hint: Any, value: Any, where: str) -> Any:
     return value
 
 
-def to_mapping(value: Any) -> dict[str, Any]:
+def to_mapping(value: Any) -> Json:
     """A dataclass as a JSON object; from_mapping reads it back."""
     return as_json(dataclasses.asdict(value))
 
@@ -181,14 +181,14 @@ def _finite(text: str) -> float:
     return number
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _unique(pairs: list[tuple[str, Any]]) -> Json:
     values = dict(pairs)
     if len(values) < len(pairs):
         raise ValueError("a key stands twice in one object")
     return values
 
 
-def read_object(path: Path | str, what: str, **fields: type) -> dict[str, Any]:
+def read_object(path: Path | str, what: str, **fields: type) -> Json:
     """The JSON object in `path` with these fields, each of its type; ValueError with its name
     otherwise.
     """

@@ -19,10 +19,10 @@ import secrets
 import shutil
 import zlib
 from pathlib import Path
-from typing import Any
 
 from trilane.config.model import ModelShape
 from trilane.utils.files import replace_text, sync_folder
+from trilane.utils.tables import Json
 
 FOLDER = "checkpoints"
 KINDS = (
@@ -96,12 +96,12 @@ def digest(path: Path) -> str:
     return checksum(crc)
 
 
-def write_manifest(folder: Path, content: dict[str, Any]) -> None:
+def write_manifest(folder: Path, content: Json) -> None:
     """Write manifest.json, with a checksum of its content."""
     replace_text(folder / "manifest.json", json.dumps(_sealed(content), sort_keys=True) + "\n")
 
 
-def read_manifest(folder: Path) -> dict[str, Any]:
+def read_manifest(folder: Path) -> Json:
     """The content of manifest.json; ValueError where it is missing or damaged."""
     with contextlib.suppress(
         OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError
@@ -112,7 +112,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     raise ValueError("manifest.json is missing or damaged")
 
 
-def _is_sound(content: dict[str, Any]) -> bool:
+def _is_sound(content: Json) -> bool:
     """Whether a manifest names files of its own folder, each slice lies inside its file, and slices
     fill each tensor.
 
@@ -180,6 +180,6 @@ def discard(path: Path) -> None:
     shutil.rmtree(aside, ignore_errors=True)
 
 
-def _sealed(content: dict[str, Any]) -> dict[str, Any]:
+def _sealed(content: Json) -> Json:
     text = json.dumps(content, sort_keys=True).encode()
     return {"blake2b": hashlib.blake2b(text, digest_size=16).hexdigest(), "content": content}

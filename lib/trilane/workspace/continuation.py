@@ -9,6 +9,7 @@ from typing import Any
 from trilane.config.layer import STANDARD
 from trilane.config.plan import Plan
 from trilane.config.training import until
+from trilane.utils.tables import Json
 from trilane.utils.validation import require, shown, to_mapping
 from trilane.workspace.checkpoints import FOLDER, complete, found_in, read_manifest
 
@@ -16,7 +17,7 @@ from trilane.workspace.checkpoints import FOLDER, complete, found_in, read_manif
 FREE = ("engine", "topology", "optimizer", "dropout", "run")
 
 
-def identity(plan: Plan) -> dict[str, Any]:
+def identity(plan: Plan) -> Json:
     """What a checkpoint records of its run: model, seed and data, which must not change; length,
     skips and FREE.
     """
@@ -56,7 +57,7 @@ def require_continuable(folder: Path, plan: Plan) -> None:
         return
 
 
-def require_same(where: str, manifest: Mapping[str, Any], plan: Plan) -> None:
+def require_same(where: str, manifest: Json, plan: Plan) -> None:
     """ValueError with the first thing in which the plan differs from the checkpoint `where`."""
     held = manifest["identity"]
     iteration = manifest["iteration"]
@@ -92,7 +93,7 @@ def _differences(name: str, before: Any, after: Any) -> list[tuple[str, Any, Any
     return pairs
 
 
-def changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
+def changes(before: Json, after: Json) -> list[str]:
     """What differs between two plans, or parts of them, as JSON objects: a line a field.
 
     ["optimizer.lr: 6e-05 -> 0.0006"]

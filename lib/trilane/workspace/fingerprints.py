@@ -24,6 +24,7 @@ from typing import Any
 import numpy as np
 
 from trilane.utils.frozen import frozen
+from trilane.utils.tables import Json
 from trilane.utils.validation import from_mapping, require
 
 COPY = "copy"  # the weight that the model computes with, where the optimizer holds a master weight
@@ -45,7 +46,7 @@ def file_of(rank: int) -> str:
     return f"fingerprint_{rank:05d}.json"
 
 
-def hashed(generators: Mapping[str, Any]) -> dict[str, str]:
+def hashed(generators: Json) -> dict[str, str]:
     """Each random number generator's state as a hash; those of "tracked" by their own names."""
     states = dict(generators)
     states |= states.pop("tracked", {})
@@ -187,7 +188,7 @@ class Part:
         inside = [0 <= a <= b <= n for (a, b), n in zip(self.box, self.shape, strict=True)]
         require(all(inside) and 0 < len(inside) < 4, "part", self.name, "is damaged")
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> Json:
         marks = {kind: mark.to_json() for kind, mark in self.marks.items()}
         return {**vars(self), "marks": marks}
 
@@ -213,7 +214,7 @@ def whole_parts(replicas: Sequence[Part]) -> list[Part]:
     return wholes
 
 
-def part_from_json(values: Mapping[str, Any]) -> Part:
+def part_from_json(values: Json) -> Part:
     """The Part of an object of to_json(); ValueError, KeyError, TypeError or IndexError for other
     values.
     """

@@ -20,10 +20,10 @@ import tempfile
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, field
 from pathlib import Path
-from typing import Any
 
 from trilane.utils.files import hash_of, json_object, read_text, replace_text
 from trilane.utils.frozen import frozen
+from trilane.utils.tables import Json
 from trilane.utils.validation import HostError, from_mapping, require
 from trilane.workspace.pace import Pace
 
@@ -74,13 +74,13 @@ class Heartbeat:
         return f"rank {self.rank} in iteration {self.step}, {self.phase or 'between phases'}"
 
 
-def encode(step: int, phase: str, now: float, process: Mapping[str, Any]) -> bytes:
+def encode(step: int, phase: str, now: float, process: Json) -> bytes:
     """The record of a heartbeat; `process` as place() gives it, and the pace."""
     values = {"step": step, "phase": phase, "time": now, **process}
     return json.dumps(values).encode().ljust(RECORD - 1) + b"\n"
 
 
-def place() -> dict[str, Any]:
+def place() -> Json:
     """This process: its pid and its host."""
     return {"pid": os.getpid(), "host": platform.node() or "localhost"}
 

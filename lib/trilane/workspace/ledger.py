@@ -4,7 +4,6 @@
 
 import json
 import time
-from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -54,7 +53,7 @@ def events(folder: Path, *kinds: str) -> list[Event]:
     return found
 
 
-def age_s(event: Mapping[str, Any]) -> float:
+def age_s(event: Event) -> float:
     """Seconds since the event, by this host's clock; 0 where another's is ahead, infinite where its
     time is damaged.
     """

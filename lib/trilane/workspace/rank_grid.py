@@ -1,14 +1,14 @@
 """Grid: the coordinates (tp, pp, dp), node and process groups of each rank."""
 
 import functools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
 from trilane.utils.files import json_object, read_text
 from trilane.utils.frozen import frozen
-from trilane.utils.tables import grouped
+from trilane.utils.tables import Json, grouped
 from trilane.utils.validation import from_mapping, require, require_integer
 from trilane.workspace.place import Known
 
@@ -193,7 +193,7 @@ def unknown(ranks: Iterable[int], gpus_per_node: int) -> Grid:
     return replace(grid, known=False)
 
 
-def from_json(values: Mapping[str, Any]) -> Grid | None:
+def from_json(values: Json) -> Grid | None:
     """The grid of a topology.json or a plan.json; None where it holds no sizes.
 
     {"tp": .., "pp": .., "dp": .., "gpus_per_node": ..} (gpus_per_node 8 by default); a list
@@ -222,7 +222,7 @@ def read(path: Path) -> Grid | None:
         return None
 
 
-def _place(base: GridPlace, facts: Mapping[str, Any]) -> GridPlace:
+def _place(base: GridPlace, facts: Json) -> GridPlace:
     """A rank of topology.json; its node is named by its host, else by its label."""
     names = ("tp", "pp", "dp", "state", "step", "phase")
     values = {name: facts[name] for name in names if facts.get(name) is not None}

@@ -19,7 +19,7 @@ from trilane.utils.files import (
     replace_text,
     set_aside,
 )
-from trilane.utils.tables import one_line
+from trilane.utils.tables import Json, one_line
 from trilane.utils.validation import from_mapping
 from trilane.workspace import ledger
 from trilane.workspace.checkpoints import FOLDER, latest
@@ -47,7 +47,7 @@ class Run:
             vars(self).pop(name, None)
 
     @cached_property
-    def values(self) -> dict[str, Any]:
+    def values(self) -> Json:
         """The JSON object of plan.json; ValueError where it cannot be read."""
         return read_plan_values(self.folder / "plan.json")
 

@@ -19,7 +19,7 @@ from trilane.utils.folder_lock import FolderLock
 from trilane.utils.frozen import frozen
 from trilane.utils.masking import masked
 from trilane.utils.process import python, run
-from trilane.utils.tables import Record, csv_text
+from trilane.utils.tables import Json, Record, csv_text
 from trilane.utils.validation import from_mapping, parse_integers, read_object, require
 from trilane.workspace.installation import outputs_root, stamp
 from trilane.workspace.run import Run, is_started, write_text
@@ -37,7 +37,7 @@ class ModelChoice(Record):
     gpus: tuple[int, ...]
     gbs: int
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> Json:
         """As sizing.json and plans.json have it."""
         return {
             "shape": vars(self.shape),
@@ -80,7 +80,7 @@ class Study(Record):
         """The study of that name, created if it does not exist (a notebook run by hand)."""
         return cls.create(name, resume=True)
 
-    def save(self, name: str, values: dict[str, Any], made_by: str) -> Path:
+    def save(self, name: str, values: Json, made_by: str) -> Path:
         """Write the result file `name` (JSON), stamped with what made it; a different earlier
         version is kept.
         """
@@ -97,7 +97,7 @@ class Study(Record):
         # of two processes that save at a time each keeps the other's version
         return FolderLock([self.folder], ".results.lock", "study").held(20.0)
 
-    def load(self, name: str, made_by: str, **fields: type) -> dict[str, Any]:
+    def load(self, name: str, made_by: str, **fields: type) -> Json:
         """The result file `name`, with these fields of these types.
 
         ValueError that names the notebook to run first where it is missing, and the file where it
@@ -110,7 +110,7 @@ class Study(Record):
         self.read[name] = hashlib.sha256(path.read_bytes()).hexdigest()[:10]
         return values
 
-    def values(self, name: str, made_by: str) -> dict[str, Any]:
+    def values(self, name: str, made_by: str) -> Json:
         """The result file `name` without the stamp of what made it."""
         return _without(self.load(name, made_by), "made_by")
 
@@ -196,7 +196,7 @@ class Study(Record):
         return folder, False
 
 
-def _holds(path: Path, values: dict[str, Any], *ignored: str) -> bool:
+def _holds(path: Path, values: Json, *ignored: str) -> bool:
     """Whether the JSON file holds these values but for the ignored; not where it is missing or
     damaged.
     """
@@ -205,7 +205,7 @@ def _holds(path: Path, values: dict[str, Any], *ignored: str) -> bool:
     return False
 
 
-def _without(values: dict[str, Any], *names: str) -> dict[str, Any]:
+def _without(values: Json, *names: str) -> Json:
     return {k: v for k, v in values.items() if k not in names}
 
 

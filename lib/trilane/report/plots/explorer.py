@@ -21,7 +21,7 @@ from trilane.forecasting.request import TOKENS_PER_PARAMETER
 from trilane.planning.search_result import Candidate, SearchResult
 from trilane.report.plots.style import MIME, VERSION, plain
 from trilane.utils.numbers import amount, chance, size_text, with_bounds
-from trilane.utils.tables import as_json, grouped
+from trilane.utils.tables import Json, as_json, grouped
 from trilane.utils.validation import shipped_json
 
 # probability of running out of memory
@@ -32,7 +32,6 @@ WHOLE = 12
 # A run of passes on a stage: its first microbatch, how many, and seconds of the first start, a
 # pass, and between starts
 RUN = ("on", "kind", "chunk", "first", "count", "start", "length", "step")
-Row = dict[str, Any]
 
 
 class Interactive:
@@ -42,10 +41,10 @@ class Interactive:
     `data`: rows by the name that the specification has for them.
     """
 
-    def __init__(self, spec: Mapping[str, Any], text: str, **data: Sequence[Mapping[str, Any]]):
-        self.spec: dict[str, Any] = as_json({**spec, "description": text, "datasets": data})
+    def __init__(self, spec: Json, text: str, **data: Sequence[Json]):
+        self.spec: Json = as_json({**spec, "description": text, "datasets": data})
 
-    def bound(self, rows: Sequence[Row], elements: Mapping[str, str]) -> dict[str, Any]:
+    def bound(self, rows: Sequence[Json], elements: Mapping[str, str]) -> Json:
         """The specification with other plans, whose parameters are the values of elements of the
         page: their CSS selectors.
         """
@@ -74,7 +73,7 @@ class Interactive:
         """Write the picture; the options that matplotlib's figures take change nothing."""
         path.write_bytes(self.png)
 
-    def _repr_mimebundle_(self, **options: Any) -> dict[str, Any]:
+    def _repr_mimebundle_(self, **options: Any) -> Json:
         return {
             MIME: self.spec,
             "image/png": base64.b64encode(self.png).decode(),
@@ -123,7 +122,7 @@ def shown_plans(found: SearchResult) -> list[Candidate]:
     return [*{c.plan.id: c for c in [*found.best(WHOLE), *found.kinds()]}.values()]
 
 
-def plan_row(c: Candidate, tokens: float = 0.0, is_whole: bool = True) -> Row:
+def plan_row(c: Candidate, tokens: float = 0.0, is_whole: bool = True) -> Json:
     """All that the panels show of a plan, the whole with its schedule; lists have a value for each
     part, or run of passes.
     """
