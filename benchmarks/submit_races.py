@@ -181,7 +181,8 @@ def begin_trial(folder: Path, ids: Sequence[str]) -> Trial:
     """These running jobs ask at the same moment whether they may train in the folder."""
 
     def asks(job: str) -> bool:
-        return attempt.begin(folder, {"SLURM_JOB_ID": job}).startswith("go")
+        os.environ["SLURM_JOB_ID"] = job  # of a process of its own
+        return attempt.begin(folder).startswith("go")
 
     successes = together([lambda job=job: asks(job) for job in ids])
     begun = [e["id"] for e in Run(folder).events("started")]

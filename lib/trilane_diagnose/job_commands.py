@@ -40,7 +40,7 @@ def end(
     test = node_test.tester(gpus, srun) if tests else None
     outcome = nodes_of_job.end(folder, code, test=test)
     text = f"{outcome.status} after {outcome.seconds:.0f} s: {outcome.evidence}"
-    if nodes_of_job.goes_on(folder, attempt.job_id()):
+    if nodes_of_job.goes_on(folder):
         text = f"again: {text}"
     return Answer(asdict(outcome), text)
 

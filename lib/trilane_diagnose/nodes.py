@@ -17,7 +17,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from trilane.slurm import attempt, client
 from trilane.slurm.attempt import job_id
@@ -52,9 +51,9 @@ SLOW_SHARE = 0.5
 PROBE_S = 5.0  # in which a slurmd that is restarting takes connections again
 
 
-def job_nodes(env: Mapping[str, str] = os.environ) -> list[str]:
+def job_nodes() -> list[str]:
     """This job's nodes; ValueError outside a job."""
-    nodes = env.get("SLURM_JOB_NODELIST", "")
+    nodes = os.environ.get("SLURM_JOB_NODELIST", "")
     require(bool(nodes), "SLURM_JOB_NODELIST", nodes, "is not set: this runs inside a job")
     return client.hostnames(nodes)
 
@@ -87,21 +86,18 @@ def choose(
     return [node for node in nodes if node in best], left_out
 
 
-def start_nodes(
-    folder: Path, count: int, test: Tester | None, env: Mapping[str, str] = os.environ
-) -> tuple[str, list[str]]:
+def start_nodes(folder: Path, count: int, test: Tester | None) -> tuple[str, list[str]]:
     """The nodes of the next start as a SLURM node list, and a line about each that is left out,
     also in run.log.
 
     Where too few work, the attempt has ended as a node failure, the job is requeued, and ValueError
     names the nodes.
     """
-    job = job_id(env)
-    nodes = job_nodes(env)
-    lost = dict.fromkeys(lost_nodes(folder, job), "has failed")
+    nodes = job_nodes()
+    lost = dict.fromkeys(lost_nodes(folder), "has failed")
     left = [node for node in nodes if node not in lost]
     found = Findings()
-    earlier = _of_allocation(folder, job, "nodes")
+    earlier = _of_allocation(folder, "nodes")
     if earlier:  # tested before the first start on these nodes: another would cost a minute
         slow = {}
         for node, reason in earlier[-1]["left_out"].items():
@@ -110,17 +106,17 @@ def start_nodes(
         found = Findings(slow=slow)
     elif test and len(left) > 1:
         found = test(left)
-    _note_broken(folder, job, found.broken)
+    _note_broken(folder, found.broken)
     try:
         chosen, left_out = choose(nodes, count, {**lost, **found.broken}, found.slow)
     except ValueError as error:
-        _failed(folder, job, str(error))
+        _failed(folder, str(error))
         with contextlib.suppress(ValueError):
             blamed = [*lost, *found.broken]
-            response = decide("broken node", trained=(), left=nodes, blamed=blamed, env=env)
-            _carry_out(folder, job, response, str(error), len(nodes))
+            response = decide("broken node", trained=(), left=nodes, blamed=blamed)
+            _carry_out(folder, response, str(error), len(nodes))
         raise
-    ledger.note(folder, "nodes", job, chosen=chosen, left_out=left_out)
+    ledger.note(folder, "nodes", job_id(), chosen=chosen, left_out=left_out)
     lines = [f"NODES {note}" for note in found.notes]
     lines += [f"NODE {node} is left out: {reason}" for node, reason in left_out.items()]
     for node in chosen:
@@ -132,60 +128,54 @@ def start_nodes(
     return client.call(["scontrol", "show", "hostlist", ",".join(chosen)]).strip(), lines
 
 
-def _note_broken(folder: Path, job: str, nodes: Iterable[str]) -> None:
+def _note_broken(folder: Path, nodes: Iterable[str]) -> None:
     """Record nodes of the job as failed: none of its later starts takes them. A later job of the
     run tests its own.
     """
     names = list(nodes)
     if names:
-        ledger.note(folder, "node failure", job, nodes=names)
+        ledger.note(folder, "node failure", job_id(), nodes=names)
 
 
-def _failed(folder: Path, job: str, reason: str) -> None:
+def _failed(folder: Path, reason: str) -> None:
     """Record that the attempt ended by a node failure, outside of the training."""
     write_status(folder, RunStatus(status=Status.NODE_FAILURE, evidence=reason))
-    ledger.note(folder, "ended", job, status=Status.NODE_FAILURE, evidence=reason)
+    ledger.note(folder, "ended", job_id(), status=Status.NODE_FAILURE, evidence=reason)
 
 
-def end(
-    folder: Path, code: int, env: Mapping[str, str] = os.environ, test: Tester | None = None
-) -> RunStatus:
+def end(folder: Path, code: int, test: Tester | None = None) -> RunStatus:
     """How the attempt ended; where a node is the reason, or it starts again, also what is done."""
-    outcome = attempt.end(folder, code, env)
+    outcome = attempt.end(folder, code)
     is_slow = outcome.status is Status.STOPPED and f"by {pace.RESTART}" in outcome.evidence
     if is_slow or outcome.status.has_failed:
         with contextlib.suppress(ValueError):  # without SLURM the outcome stays as it is
-            return _respond(folder, outcome, env, test, is_slow)
+            return _respond(folder, outcome, test, is_slow)
     return outcome
 
 
-def _respond(
-    folder: Path, outcome: RunStatus, env: Mapping[str, str], test: Tester | None, is_slow: bool
-) -> RunStatus:
+def _respond(folder: Path, outcome: RunStatus, test: Tester | None, is_slow: bool) -> RunStatus:
     """Find the nodes at fault, decide, and carry it out."""
-    job = job_id(env)
-    every = client.hostnames(env.get("SLURM_JOB_NODELIST", ""))
-    trained = training_nodes(folder, job)
-    lost = lost_nodes(folder, job)
+    every = client.hostnames(os.environ.get("SLURM_JOB_NODELIST", ""))
+    trained = training_nodes(folder)
+    lost = lost_nodes(folder)
     left = [node for node in every if node not in lost]
     at = iteration(folder)
-    past = [event for event in _of_allocation(folder, job, "response") if event["iteration"] == at]
+    past = [event for event in _of_allocation(folder, "response") if event["iteration"] == at]
     if is_slow:
         verdict = "slow node"
         faulty = dict.fromkeys(_of_hosts(left, pace.slowness(folder)[1]), "is slow")
     else:
-        verdict, faulty = _at_fault(folder, job, left, trained, outcome, test)
+        verdict, faulty = _at_fault(folder, left, trained, outcome, test)
     response = decide(
         verdict,
         trained=trained,
         left=left,
         blamed=faulty,
         tried=[event["action"] for event in past],
-        may_requeue=_field(_shown(job), "Requeue") == "1",
-        env=env,
+        may_requeue=_field(_shown(), "Requeue") == "1",
     )
     is_lost = verdict in ("dead node", "broken node")  # also where no spare takes its place
-    _note_broken(folder, job, faulty if is_lost else response.nodes)
+    _note_broken(folder, faulty if is_lost else response.nodes)
     if response.action == "stop" and not response.nodes:
         return outcome
     why = "; ".join(f"{node} {reason}" for node, reason in faulty.items())
@@ -196,11 +186,11 @@ def _respond(
         exclude=",".join(response.nodes),
     )
     write_status(folder, outcome)
-    _carry_out(folder, job, response, outcome.evidence, len(every))
+    _carry_out(folder, response, outcome.evidence, len(every))
     return outcome
 
 
-def _carry_out(folder: Path, job: str, response: Response, evidence: str, count: int) -> None:
+def _carry_out(folder: Path, response: Response, evidence: str, count: int) -> None:
     """Record the response in the ledger and the log; where it is that, requeue the job for so many
     nodes.
     """
@@ -208,7 +198,7 @@ def _carry_out(folder: Path, job: str, response: Response, evidence: str, count:
         ledger.note(
             folder,
             "response",
-            job,
+            job_id(),
             verdict=response.verdict,
             action=response.action,
             again=response.again,
@@ -219,12 +209,11 @@ def _carry_out(folder: Path, job: str, response: Response, evidence: str, count:
         append_line(folder / "run.log", f"trilane: {evidence}")
     if response.action == "requeue":
         with contextlib.suppress(ValueError):
-            requeue(job, count, response.nodes)  # SLURM may not know yet that one is dead
+            requeue(count, response.nodes)  # SLURM may not know yet that one is dead
 
 
 def _at_fault(
     folder: Path,
-    job: str,
     left: Sequence[str],
     trained: Sequence[str],
     outcome: RunStatus,
@@ -234,10 +223,10 @@ def _at_fault(
     each with the reason; of a hang the suspect's.
     """
     if outcome.status in LOST_NODE:
-        dead = dict.fromkeys(_dead(folder, job, left), "cannot be reached")
+        dead = dict.fromkeys(_dead(folder, left), "cannot be reached")
         if set(dead) & set(trained or left):  # else a spare has died, which is no reason
             return "dead node", dead
-        _note_broken(folder, job, dead)
+        _note_broken(folder, dead)
         named = _of_hosts(left, outcome.exclude.split(","))
         reported = dict.fromkeys(named, f"is at fault ({outcome.status})")
         if reported and outcome.status is Status.HANG:
@@ -264,9 +253,7 @@ def _of_hosts(nodes: Iterable[str], hosts: Iterable[str]) -> list[str]:
     return [node for node in nodes if node.partition(".")[0] in names]
 
 
-def only_dead_are_left(
-    folder: Path, lines: Iterable[str], env: Mapping[str, str] = os.environ
-) -> bool:
+def only_dead_are_left(folder: Path, lines: Iterable[str]) -> bool:
     """Whether a step waits for dead nodes alone: True as soon as every other node has reported that
     its tasks failed.
 
@@ -275,9 +262,8 @@ def only_dead_are_left(
     in the ledger. False at the end of the lines: none was dead at the probe, or a task ended well,
     of which srun prints nothing; srun ended the step.
     """
-    job = job_id(env)
-    nodes = training_nodes(folder, job) or job_nodes(env)
-    tasks = int(env.get("SLURM_NTASKS_PER_NODE") or 1)
+    nodes = training_nodes(folder) or job_nodes()
+    tasks = int(os.environ.get("SLURM_NTASKS_PER_NODE") or 1)
     ended = Counter[str]()  # tasks by node
     dead: list[str] = []
     for failed in filter(None, map(FAILED_TASKS.match, lines)):
@@ -288,22 +274,23 @@ def only_dead_are_left(
             ended[failed[1]] += int(last or first) - int(first) + 1
         alive = [node for node in nodes if node not in dead]
         if dead and all(ended[node] >= tasks for node in alive):
-            ledger.note(folder, "unreachable", job, nodes=dead)
+            ledger.note(folder, "unreachable", job_id(), nodes=dead)
             return True
     return False
 
 
-def goes_on(folder: Path, job: str) -> bool:
+def goes_on(folder: Path) -> bool:
     """Whether the training starts again inside the job."""
-    events = [e for e in ledger.events(folder, "started", "ended", "response") if e["id"] == job]
-    return bool(events) and events[-1].get("again") is True
+    events = ledger.events(folder, "started", "ended", "response")
+    own = [event for event in events if event["id"] == job_id()]
+    return bool(own) and own[-1].get("again") is True
 
 
-def _of_allocation(folder: Path, job: str, kind: str) -> list[dict[str, Any]]:
+def _of_allocation(folder: Path, kind: str) -> list[ledger.Event]:
     """The ledger's events since the job has its present nodes: requeued, it keeps its id and gets
     others.
     """
-    events = [event for event in ledger.events(folder) if event["id"] == job]
+    events = [event for event in ledger.events(folder) if event["id"] == job_id()]
     starts = [event for event in events if event["event"] == "started"]
     if not starts:
         return []
@@ -312,29 +299,30 @@ def _of_allocation(folder: Path, job: str, kind: str) -> list[dict[str, Any]]:
     return [event for event in since if event["event"] == kind]
 
 
-def lost_nodes(folder: Path, job: str, kind: str = "node failure") -> list[str]:
+def lost_nodes(folder: Path, kind: str = "node failure") -> list[str]:
     """The nodes that the job has and that have failed, or that events of another kind name."""
     nodes: dict[str, None] = {}
-    for event in _of_allocation(folder, job, kind):
+    for event in _of_allocation(folder, kind):
         nodes |= dict.fromkeys(event["nodes"])
     return list(nodes)
 
 
-def training_nodes(folder: Path, job: str) -> list[str]:
+def training_nodes(folder: Path) -> list[str]:
     """The nodes that the job chose for its last start; empty where it did not choose."""
-    choices = _of_allocation(folder, job, "nodes")
+    choices = _of_allocation(folder, "nodes")
     return list(choices[-1]["chosen"]) if choices else []
 
 
-def requeue(job: str, nodes: int, without: Sequence[str] = ()) -> bool:
+def requeue(nodes: int, without: Sequence[str] = ()) -> bool:
     """Put the job back into the queue for `nodes` nodes, `without` those, if its script allows it.
 
     SLURM ends the processes of the job at once, this one too: first by SIGTERM, and KillWait (30 s
     by default) later by SIGKILL. In between the waiting job is changed: where a node has died under
     --no-kill, it asks for one fewer.
     """
-    if _field(_shown(job), "Requeue") != "1":
+    if _field(_shown(), "Requeue") != "1":
         return False
+    job = job_id()
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     client.call(["scontrol", "requeue", job])
     with contextlib.suppress(ValueError):
@@ -342,14 +330,14 @@ def requeue(job: str, nodes: int, without: Sequence[str] = ()) -> bool:
             client.call(["scontrol", "update", f"JobId={job}", f"NumNodes={nodes}"])
         if without:
             # an update replaces the list
-            avoided = client.hostnames(_field(_shown(job), "ExcNodeList"))
+            avoided = client.hostnames(_field(_shown(), "ExcNodeList"))
             names = ",".join(dict.fromkeys([*avoided, *without]))
             client.call(["scontrol", "update", f"JobId={job}", f"ExcNodeList={names}"])
     return True
 
 
-def _shown(job: str) -> str:
-    return client.call(["scontrol", "show", "job", "-o", job])
+def _shown() -> str:
+    return client.call(["scontrol", "show", "job", "-o", job_id()])
 
 
 def _field(shown: str, name: str) -> str:
@@ -365,7 +353,7 @@ def guard(folder: Path, every_s: float) -> None:
     command = ["-m", "trilane", "slurm", "job", "guard", str(folder)]
     this = python(*command, "--every", f"{every_s:g}", "--here")
     for node in itertools.cycle(reversed(job_nodes()[1:])):
-        if node not in lost_nodes(folder, job_id()):
+        if node not in lost_nodes(folder):
             # quietly: at the job's end SLURM reports that the step was cancelled
             run([*step([node]), *this])
         time.sleep(every_s)
@@ -377,34 +365,33 @@ def guard_first_node(folder: Path, every_s: float) -> None:
     Under --no-kill SLURM would let the job hold its other nodes until its time limit, without the
     script, which ran on the first: seen on SLURM 22.05.
     """
-    job = job_id()
     first = ""
     left: list[str] = []
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # sent to all steps before the time limit
     while not (first and left) or first in left:
         time.sleep(every_s)
         with contextlib.suppress(ValueError):
-            shown = _shown(job)
+            shown = _shown()
             first = _field(shown, "BatchHost")
             left = client.hostnames(_field(shown, "NodeList"))
-    _failed(folder, job, f"{first}, the first node, on which the job's script ran, has died")
-    count = len({first, *left, *lost_nodes(folder, job)})
-    _note_broken(folder, job, [first])
-    if not requeue(job, count):
-        client.call(["scancel", job])
+    _failed(folder, f"{first}, the first node, on which the job's script ran, has died")
+    count = len({first, *left, *lost_nodes(folder)})
+    _note_broken(folder, [first])
+    if not requeue(count):
+        client.call(["scancel", job_id()])
 
 
-def _dead(folder: Path, job: str, nodes: Sequence[str]) -> list[str]:
+def _dead(folder: Path, nodes: Sequence[str]) -> list[str]:
     """Of several nodes those found dead during the step, else those that SLURM took or whose slurmd
     does not answer.
     """
     if len(nodes) < 2:  # the node on which this runs
         return []
-    known = lost_nodes(folder, job, "unreachable")
+    known = lost_nodes(folder, "unreachable")
     probed = [node for node in nodes if node in known]
     if probed:
         return probed
-    left = client.hostnames(_field(_shown(job), "NodeList")) or nodes
+    left = client.hostnames(_field(_shown(), "NodeList")) or nodes
     taken = [node for node in nodes if node not in left]
     return taken + unreachable([node for node in nodes if node in left])
 

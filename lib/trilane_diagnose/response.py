@@ -57,9 +57,10 @@ def require_responses(name: str, changed: Mapping[str, Sequence[str]]) -> None:
             require_known(f"{name}.{verdict}", action, list(ACTIONS))
 
 
-def actions(verdict: str, env: Mapping[str, str] = os.environ) -> list[str]:
-    """What may follow a verdict, in order, by the table and the site's changes in `env`."""
-    changed: Any = json.loads(env.get(CHANGED_BY) or "{}")
+def actions(verdict: str) -> list[str]:
+    """What may follow a verdict, in order, by the table and the site's changes in the job's
+    environment."""
+    changed: Any = json.loads(os.environ.get(CHANGED_BY) or "{}")
     require(isinstance(changed, dict), CHANGED_BY, changed, "must be a JSON object")
     require_responses(CHANGED_BY, changed)
     return changed.get(verdict) or shipped_json("responses")[verdict]["then"]
@@ -73,7 +74,6 @@ def decide(
     blamed: Collection[str],
     tried: Collection[str] = (),
     may_requeue: bool = True,
-    env: Mapping[str, str] = os.environ,
 ) -> Response:
     """The first action of the verdict's row that can be done.
 
@@ -90,7 +90,7 @@ def decide(
     if len(training) > 1 and training <= set(nodes):
         nodes = ()
     has_spares = len(trained) > 0 and len(left) - len(nodes) >= len(trained)
-    for action in actions(verdict, env):
+    for action in actions(verdict):
         if action == "same" and "same" not in tried:
             return Response(verdict=verdict, action=action)
         if action == "spare" and nodes and has_spares:

@@ -60,7 +60,7 @@ class HangMonitor:
         self._report_at = -math.inf
         self._slowness: Slowness | None = None
         if first == 0:
-            self._slowness = Slowness(folder, plan, env)
+            self._slowness = Slowness(folder, plan)
             for report in read_reports(folder):
                 if report.start != self._start:  # of a node that the run may no longer have
                     path = folder / "ranks/nodes" / f"{report.first}.json"
@@ -183,10 +183,9 @@ class Slowness:
     It looks again while that lasts, and notices that it is over.
     """
 
-    def __init__(self, folder: Path, plan: Plan, env: Mapping[str, str]) -> None:
+    def __init__(self, folder: Path, plan: Plan) -> None:
         self._folder = folder
         self._plan = plan
-        self._env = env
         self._said = ""  # the place that the last line named
         self._look_at = -math.inf
         self._cancel()  # of an attempt that ended before it saw it
@@ -253,9 +252,7 @@ class Slowness:
     def _response(self, nodes: Collection[str], every: Collection[str]) -> str:
         """What is done about slow nodes, which is begun."""
         spares = [f"spare {number}" for number in range(self._spares())]
-        response = decide(
-            "slow node", trained=every, left=[*every, *spares], blamed=nodes, env=self._env
-        )
+        response = decide("slow node", trained=every, left=[*every, *spares], blamed=nodes)
         if response.action in ("spare", "requeue"):
             replace_text(self._folder / "save", RESTART)
             return f"; it saves now; {response}"
@@ -269,7 +266,7 @@ class Slowness:
             choices = ledger.events(self._folder, "nodes")
             if choices:
                 taken = len(choices[-1]["chosen"]) + len(choices[-1]["left_out"])
-                return int(self._env.get("SLURM_JOB_NUM_NODES", taken)) - taken
+                return int(os.environ.get("SLURM_JOB_NUM_NODES", taken)) - taken
         return 0
 
 

@@ -165,7 +165,8 @@ def test_a_step_is_ended_only_where_every_task_of_all_but_dead_nodes_has_ended(
     ledger.note(tmp_path, "nodes", "7", chosen=["a", "b", "c"], left_out={})
     monkeypatch.setattr(nodes, "unreachable", lambda _: list(dead))
     lines = iter([f"srun: error: {line}: Exited with exit code 1" for line in tasks.split("|")])
-    env = {"SLURM_JOB_ID": "7", "SLURM_NTASKS_PER_NODE": "2"}
-    assert nodes.only_dead_are_left(tmp_path, lines, env) is ended
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.setenv("SLURM_NTASKS_PER_NODE", "2")
+    assert nodes.only_dead_are_left(tmp_path, lines) is ended
     recorded = [event["nodes"] for event in ledger.events(tmp_path, "unreachable")]
     assert recorded == ([["c"]] if ended else [])

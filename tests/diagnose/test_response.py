@@ -33,23 +33,23 @@ SPARE = ["a", "b", "c"]  # of which a and b train
 def test_the_first_action_of_a_verdict_that_can_be_done_is_done(
     verdict: str, left: list[str], blamed: str, tried: str, wanted: str, without: str
 ):
-    found = response.decide(
-        verdict, trained="ab", left=left, blamed=blamed, tried=tried.split(), env={}
-    )
+    asked = {"trained": "ab", "left": left, "blamed": blamed, "tried": tried.split()}
+    found = response.decide(verdict, **asked)
     assert (found.action, "".join(found.nodes)) == (wanted, without)
 
 
-def test_a_site_changes_what_follows_and_only_by_known_words():
+def test_a_site_changes_what_follows_and_only_by_known_words(monkeypatch):
     file = {"name": "mine", "responses": {"hang": ["stop"]}}
     own = replace(SITE, responses=from_mapping(Site, file, "site").responses)
     text = script.render("train", plan("own", SITE.local[0]), own, REQUEST)
     (line,) = [line for line in text.splitlines() if response.CHANGED_BY in line]
-    env = {response.CHANGED_BY: line.partition("=")[2].strip("'")}
-    assert json.loads(env[response.CHANGED_BY]) == {"hang": ["stop"]}
+    words = line.partition("=")[2].strip("'")
+    assert json.loads(words) == {"hang": ["stop"]}
+    monkeypatch.setenv(response.CHANGED_BY, words)
     asked = {"trained": "ab", "left": SPARE, "blamed": "b"}
-    assert response.decide("hang", **asked, env=env).action == "stop"
-    assert response.decide("dead node", **asked, env=env).action == "spare"
-    assert response.decide("dead node", **asked, may_requeue=False, env={}).action == "spare"
+    assert response.decide("hang", **asked).action == "stop"
+    assert response.decide("dead node", **asked).action == "spare"
+    assert response.decide("dead node", **asked, may_requeue=False).action == "spare"
     for changed, rule in (
         ({"hang": ("reboot",)}, r"^site.responses.hang=reboot: "),
         ({"bored": ("stop",)}, r"^site.responses=bored: "),

@@ -76,7 +76,7 @@ def paced(lost: float) -> dict[int, Heartbeat]:
     ("spares", "advice"), [(1, "it saves now; slow node: again on spare"), (0, "with --exclude=b")]
 )
 def test_a_slow_node_is_named_once_all_report_it_and_left_for_a_spare(
-    spares: int, advice: str, tmp_path
+    spares: int, advice: str, tmp_path, monkeypatch
 ):
     """Once all nodes say that a restart would have cost less, or that of rank 0 a tenth later;
     again only for another place, until the run is as fast as before.
@@ -86,7 +86,8 @@ def test_a_slow_node_is_named_once_all_report_it_and_left_for_a_spare(
     ledger.note(tmp_path, "nodes", "7", chosen=["a", "b"], left_out={"c": "is slow"})
     (tmp_path / "ranks").mkdir()
     (tmp_path / "save").write_text(RESTART)
-    slow = Slowness(tmp_path, plan, {"SLURM_JOB_NUM_NODES": str(3 + spares)})
+    monkeypatch.setenv("SLURM_JOB_NUM_NODES", str(3 + spares))
+    slow = Slowness(tmp_path, plan)
     assert not (tmp_path / "save").exists(), "of an attempt that ended before"
 
     def news(lost: float) -> str:

@@ -22,8 +22,13 @@ from trilane.workspace.status import RunStatus, Status, known_status, write_stat
 from trilane_diagnose import nodes
 from trilane_diagnose.node_test import Findings
 
-ME = {"SLURM_JOB_ID": "78", "SLURM_JOB_NODELIST": "n"}
 BEGINNING = "go: from the beginning"
+
+
+@pytest.fixture(autouse=True)
+def own_job(monkeypatch) -> None:
+    monkeypatch.setenv("SLURM_JOB_ID", "78")
+    monkeypatch.setenv("SLURM_JOB_NODELIST", "n")
 
 
 @pytest.fixture
@@ -85,11 +90,11 @@ def checkpoint(folder: Path, iteration: int) -> None:
 
 def test_a_job_starts_where_iterations_are_left_and_nothing_stops_it(folder, slurm):
     (folder / "stop").touch()
-    assert str(folder / "stop") in attempt.begin(folder, ME)
+    assert str(folder / "stop") in attempt.begin(folder)
     (folder / "stop").unlink()
-    assert attempt.begin(folder, ME) == BEGINNING
+    assert attempt.begin(folder) == BEGINNING
     at(folder, 4)
-    assert attempt.begin(folder, ME).startswith("stop: done: iteration 4 of 4")
+    assert attempt.begin(folder).startswith("stop: done: iteration 4 of 4")
 
 
 @pytest.mark.parametrize(
@@ -110,11 +115,11 @@ def test_a_third_failure_at_one_iteration_is_the_last_until_the_run_is_submitted
     folder,
 ):
     for _ in range(3):
-        assert attempt.begin(folder, ME).startswith("go: ")
+        assert attempt.begin(folder).startswith("go: ")
         (folder / "run.log").write_text("RuntimeError: no such disk\n")
-        assert nodes.end(folder, 1, ME).status == "crashed"
+        assert nodes.end(folder, 1).status == "crashed"
     wanted = "3 attempts did not get beyond iteration 0"
-    assert attempt.begin(folder, ME) == f"stop: {wanted}"
+    assert attempt.begin(folder) == f"stop: {wanted}"
     at(folder, 1)
     assert attempt.blocked(Run(folder)) == "", "it got further"
     at(folder, 0)
@@ -128,19 +133,19 @@ def test_a_third_failure_at_one_iteration_is_the_last_until_the_run_is_submitted
 def test_an_attempt_that_saved_nothing_is_put_aside_whole_and_one_that_did_goes_on_in_its_log(
     folder,
 ):
-    attempt.begin(folder, ME)
+    attempt.begin(folder)
     (folder / "run.log").write_text("RuntimeError: 1\n")
-    nodes.end(folder, 1, ME)
-    attempt.begin(folder, ME)
+    nodes.end(folder, 1)
+    attempt.begin(folder)
     assert known_status(folder / "attempts/1").evidence == "RuntimeError: 1"
     assert not (folder / "run.log").exists() and not (folder / "status.json").exists()
     checkpoint(folder, 2)
     (folder / "run.log").write_text("START a\nCUDA out of memory. Tried to allocate 2.00 GiB\n")
-    assert nodes.end(folder, 1, ME).status == "OOM"
-    assert attempt.begin(folder, ME) == "go: from iter_0000002"
+    assert nodes.end(folder, 1).status == "OOM"
+    assert attempt.begin(folder) == "go: from iter_0000002"
     with (folder / "run.log").open("a") as log:
         log.write("START b\nValueError: gbs\n")
-    assert nodes.end(folder, 1, ME).evidence == "ValueError: gbs", "only its own end counts"
+    assert nodes.end(folder, 1).evidence == "ValueError: gbs", "only its own end counts"
 
 
 def test_a_link_waits_for_the_stage_before_it(tmp_path):
@@ -150,27 +155,30 @@ def test_a_link_waits_for_the_stage_before_it(tmp_path):
     one, two = chain.create(tmp_path / "c", p, chain.parse_stages("8:1:2,24:2:2"), SITE, REQUEST)
     at(one, 6)
     checkpoint(one, 4)
-    answer = attempt.begin(two, ME)
+    answer = attempt.begin(two)
     assert answer.startswith("stop: ramp-1-n1") and "6 of 6" in answer
     checkpoint(one, 6)
-    assert attempt.begin(two, ME) == BEGINNING
+    assert attempt.begin(two) == BEGINNING
 
 
-def test_a_folder_in_which_another_job_trains_is_left_alone(folder, slurm):
+def test_a_folder_in_which_another_job_trains_is_left_alone(folder, slurm, monkeypatch):
     """SLURM lists a job as running for some time after its script has called `job end`."""
     start(folder, "77")
     slurm["77"] = "RUNNING"
-    assert attempt.begin(folder, ME) == "stop: job 77 trains here"
-    assert attempt.begin(folder, {"SLURM_JOB_ID": "77"}) == BEGINNING, "the same job, requeued"
+    assert attempt.begin(folder) == "stop: job 77 trains here"
+    monkeypatch.setenv("SLURM_JOB_ID", "77")
+    assert attempt.begin(folder) == BEGINNING, "the same job, requeued"
     slurm["77"] = "NODE_FAIL"
-    assert attempt.begin(folder, ME) == BEGINNING
+    monkeypatch.setenv("SLURM_JOB_ID", "78")
+    assert attempt.begin(folder) == BEGINNING
     trained(folder, "78")
     ledger.note(folder, "submitted", "79", site="test")
     slurm["78"] = "RUNNING"
-    assert attempt.begin(folder, {"SLURM_JOB_ID": "79"}) == BEGINNING, "it has recorded its end"
+    monkeypatch.setenv("SLURM_JOB_ID", "79")
+    assert attempt.begin(folder) == BEGINNING, "it has recorded its end"
     ledger.note(folder, "ended", "79", status="crashed", evidence="")
     spared(folder, "78")
-    assert attempt.begin(folder, {"SLURM_JOB_ID": "79"}) == "stop: job 78 trains here"
+    assert attempt.begin(folder) == "stop: job 78 trains here"
 
 
 def test_a_job_waits_for_the_end_of_one_whose_ranks_may_still_save(folder, slurm, monkeypatch):
@@ -183,7 +191,7 @@ def test_a_job_waits_for_the_end_of_one_whose_ranks_may_still_save(folder, slurm
     monkeypatch.setattr(
         attempt.time, "sleep", lambda s: (waits.append(s), slurm.update({"77": "CANCELLED"}))
     )
-    assert attempt.begin(folder, ME) == BEGINNING and waits == [2]
+    assert attempt.begin(folder) == BEGINNING and waits == [2]
     slurm["77"] = "COMPLETING"  # for ever, as on a node that has died
     assert attempt.competing(Run(folder), "79", patience_s=0) == ""
 
@@ -258,21 +266,21 @@ def test_a_spare_takes_the_place_of_a_node_that_is_dead_or_broken(
     monkeypatch.setattr(client, "hostnames", lambda _: list(every))
     monkeypatch.setattr(client, "call", lambda *_, **__: " NodeList=n Requeue=1")
     monkeypatch.setattr(nodes, "unreachable", lambda _: dead)
-    monkeypatch.setattr(nodes, "requeue", lambda job, count, without: requeued.append(without))
+    monkeypatch.setattr(nodes, "requeue", lambda count, without: requeued.append(without))
     start(folder, "78")
     ledger.note(folder, "nodes", "78", chosen=["n1", "n2"], left_out={})
     if log:
         error = "[rank1]: torch.distributed.DistBackendError: NCCL error"
         (folder / "run.log").write_text(f"START a\n{error}\n{log}\n")
-    outcome = nodes.end(folder, 1, ME, test=lambda _: Findings(broken=broken))
-    assert (outcome.status, nodes.goes_on(folder, "78")) == (word, bool(replaced))
+    outcome = nodes.end(folder, 1, test=lambda _: Findings(broken=broken))
+    assert (outcome.status, nodes.goes_on(folder)) == (word, bool(replaced))
     assert outcome.exclude == (replaced or ",".join(without or ()))
     assert requeued == ([] if without is None else [without]) and known_status(folder) == outcome
     lost = [*dead, *(broken if replaced else ()), *(["n2"] if log else ())]
-    assert nodes.lost_nodes(folder, "78") == lost
+    assert nodes.lost_nodes(folder) == lost
     ledger.note(folder, "started", "78", nodes="n", iteration=0, restarts=1)
-    assert nodes.lost_nodes(folder, "78") == [], "requeued, it has other nodes"
-    assert not nodes.goes_on(folder, "78")
+    assert nodes.lost_nodes(folder) == [], "requeued, it has other nodes"
+    assert not nodes.goes_on(folder)
 
 
 def test_a_spare_takes_over_from_a_node_that_makes_a_run_slow_without_another_test(
@@ -280,7 +288,7 @@ def test_a_spare_takes_over_from_a_node_that_makes_a_run_slow_without_another_te
 ):
     names = ["n1", "n2", "n3"]
     monkeypatch.setattr(client, "hostnames", lambda _: names)
-    monkeypatch.setattr(nodes, "job_nodes", lambda _: names)
+    monkeypatch.setattr(nodes, "job_nodes", lambda: names)
     monkeypatch.setattr(client, "call", lambda *_, **__: "n")
     start(folder, "78")
     ledger.note(folder, "nodes", "78", chosen=["n1", "n2"], left_out={})
@@ -288,14 +296,14 @@ def test_a_spare_takes_over_from_a_node_that_makes_a_run_slow_without_another_te
     pace.note(folder, 20, "SLOW since iteration 10: n2", ("n2.site.org",))
     write_status(folder, status("stopped", f"stopped at iteration 25 by {pace.RESTART}, saved", 0))
     monkeypatch.setattr(client, "hostnames", lambda _: names[:2])  # the spare has failed since
-    assert nodes.end(folder, 0, ME).exclude == "" and nodes.goes_on(folder, "78")
-    assert nodes.lost_nodes(folder, "78") == []
+    assert nodes.end(folder, 0).exclude == "" and nodes.goes_on(folder)
+    assert nodes.lost_nodes(folder) == []
     monkeypatch.setattr(client, "hostnames", lambda _: names)
-    outcome = nodes.end(folder, 0, ME)
-    assert outcome.exclude == "n2" and nodes.goes_on(folder, "78")
-    assert nodes.lost_nodes(folder, "78") == ["n2"]
-    nodes.start_nodes(folder, 2, lambda _: pytest.fail("tested"), {"SLURM_JOB_ID": "78"})
-    assert nodes.training_nodes(folder, "78") == ["n1", "n3"]
+    outcome = nodes.end(folder, 0)
+    assert outcome.exclude == "n2" and nodes.goes_on(folder)
+    assert nodes.lost_nodes(folder) == ["n2"]
+    nodes.start_nodes(folder, 2, lambda _: pytest.fail("tested"))
+    assert nodes.training_nodes(folder) == ["n1", "n3"]
 
 
 EDITS = [
@@ -308,12 +316,13 @@ EDITS = [
 
 @pytest.mark.parametrize(("edit", "difference"), EDITS)
 def test_a_job_whose_plan_is_not_what_was_submitted_stops_with_the_difference(
-    edit: dict | None, difference: str, folder, slurm
+    edit: dict | None, difference: str, folder, slurm, monkeypatch
 ):
     """However the file is written; also when it resumes. A job submitted by hand trains what is
     there.
     """
-    path, env = folder / "plan.json", {**ME, "SLURM_JOB_ID": "81"}
+    monkeypatch.setenv("SLURM_JOB_ID", "81")
+    path = folder / "plan.json"
     ledger.note(folder, "submitted", "81", site="test", plan=copies.keep_plan(Run(folder)))
     values = json.loads(path.read_text())
     for name, part in (edit or {}).items():
@@ -321,11 +330,11 @@ def test_a_job_whose_plan_is_not_what_was_submitted_stops_with_the_difference(
     path.write_text(json.dumps(values, indent=7, sort_keys=True))
     if edit is None:
         path.unlink()
-    answer = attempt.begin(folder, env)
+    answer = attempt.begin(folder)
     assert answer.startswith("stop: " if difference else "go: ") and difference in answer
     if difference:
         (kept,) = (folder / "submitted").iterdir()
         assert f"`cp submitted/{kept.name} plan.json`" in answer and "\x1b" not in answer
         assert "\n" not in ledger.events(folder, "refused")[-1]["says"]
         path.write_text(kept.read_text())
-        assert attempt.begin(folder, env) == BEGINNING
+        assert attempt.begin(folder) == BEGINNING

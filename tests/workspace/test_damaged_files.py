@@ -30,7 +30,6 @@ from trilane_diagnose import nodes
 from trilane_diagnose.capture import write_topology
 from trilane_diagnose.stragglers import read_phase_times
 
-JOB = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n1"}
 LINE = (
     " [2026-08-01 12:00:00.000000] iteration {:8d}/       4 | consumed samples: {:12d} | elapsed time per iteration"
     " (ms): 1234.5 | throughput per GPU (TFLOP/s/GPU): 98.8 | learning rate: 1.500000E-04 | global batch size:     4 |"
@@ -133,7 +132,7 @@ def cli(*words: str) -> Callable[[Path], object]:
 
 def cut_and_begin(run: Path) -> None:
     """As a job that starts again."""
-    attempt.begin(run, {**JOB, "TRILANE_SWEEP": str(run.parents[1])})
+    attempt.begin(run)
     run_module.iteration(run)
     run_module.cut_steps(run, 2)
     run_module.put_aside(run, keep=True)
@@ -142,7 +141,7 @@ def cut_and_begin(run: Path) -> None:
 def ends(run: Path) -> None:
     jobs.job_status([run]).to_frame()
     judge(run, 1, 1.0)
-    nodes.end(run, 1, JOB)
+    nodes.end(run, 1)
     assert run_module.Run(run).is_completed in (True, False)
 
 
@@ -212,6 +211,8 @@ def test_a_damaged_file_is_never_a_traceback(name: str, whole: Path, tmp_path, m
     )
     monkeypatch.setattr(client, "call", lambda command, *_, **__: "")
     outputs, wrong = tmp_path / "outputs", []
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.setenv("SLURM_JOB_NODELIST", "n1")
     monkeypatch.setenv("TRILANE_OUTPUTS", str(outputs))
     shutil.copytree(whole, outputs)
     data = (whole / name).read_bytes()

@@ -6,7 +6,6 @@ import contextlib
 import os
 import re
 import time
-from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -41,12 +40,12 @@ ATTEMPTS = 3
 PROVEN = ("dead node", "broken node", "slow node")
 
 
-def job_id(env: Mapping[str, str] = os.environ) -> str:
+def job_id() -> str:
     """This job's id; "0" outside a job."""
-    return env.get("SLURM_JOB_ID", "0")
+    return os.environ.get("SLURM_JOB_ID", "0")
 
 
-def begin(folder: Path, env: Mapping[str, str] = os.environ) -> str:
+def begin(folder: Path) -> str:
     """Whether the training should start now: "go: ..." or "stop: " and the reason; recorded in the
     ledger.
 
@@ -57,7 +56,7 @@ def begin(folder: Path, env: Mapping[str, str] = os.environ) -> str:
     # another job may hold the lock while it waits for SLURM
     with FolderLock([folder]).held(600):
         run = Run(folder)
-        job = job_id(env)
+        job = job_id()
         reason = altered(run, job) or competing(run, job)
         reason = reason or finished(run) or blocked(run) or unready(run)
         if reason:
@@ -68,6 +67,7 @@ def begin(folder: Path, env: Mapping[str, str] = os.environ) -> str:
         if job not in ("0", *run.job_ids()):
             run.note("submitted", job, site="", after="")
         # without a frozen copy the installed code runs
+        env = os.environ
         code = Path(env.get(CODE, "")).name
         nodes = env.get("SLURM_JOB_NODELIST", "")
         restarts = int(env.get("SLURM_RESTART_COUNT") or 0)
@@ -77,12 +77,12 @@ def begin(folder: Path, env: Mapping[str, str] = os.environ) -> str:
     return f"go: from {run.newest.name}"
 
 
-def end(folder: Path, code: int, env: Mapping[str, str] = os.environ) -> RunStatus:
+def end(folder: Path, code: int) -> RunStatus:
     """How the attempt ended, by its log and the step's exit code; written to status.json and to the
     ledger.
     """
     run = Run(folder)
-    job = job_id(env)
+    job = job_id()
     if code:
         reason = f"exit code {code} after iteration {run.iteration}"
         said = SLURM_SAYS.findall(read_text(folder / "run.log", 1 << 16).rpartition("\nSTART ")[2])
