@@ -124,12 +124,12 @@ def config_of(plan: Plan) -> RunConfig:
         peak = gpu.flops_per_s(topology.precision)
     else:
         peak = 0.0
-    names = ("gpus", "tp", "pp", "dp", "mbs", "gbs", "recompute", "interleaving", "precision")
+    names = "gpus tp pp dp mbs gbs recompute interleaving precision"
     return RunConfig(
         shape=plan.shape,
         seq_length=plan.shape.seq_length,
         peak_flops_per_s=peak,
-        **{name: getattr(topology, name) for name in names},
+        **{name: getattr(topology, name) for name in names.split()},
     )
 
 

@@ -30,14 +30,15 @@ POLICY += "base-uri 'none'; form-action 'none'"
 
 KINDS = ("text/html", "text/markdown", "image/png", "text/plain")  # of an output, that a page shows
 # of an output's HTML
-TAGS = {"a", "b", "br", "code", "details", "div", "em", "i", "img", "mark", "p", "pre", "span"}
-TAGS |= {"strong", "summary", "table", "tbody", "td", "th", "thead", "tr", "wbr"}
+TAGS = (
+    "a b br code details div em i img mark p pre span strong summary table tbody td th thead tr wbr"
+)
 ATTRIBUTES = {
     "*": {"class", "style", "width", "colspan", "rowspan", "border"},
     "a": {"href"},
     "img": {"src"},
 }
-STYLES = {"background-color", "line-height", "min-width", "text-align", "white-space"}
+STYLES = "background-color line-height min-width text-align white-space"
 ADDRESSES = {"href": r"[\w.%~-]+", "src": r"data:image/png;base64,[\w+/=\s]+"}
 
 
@@ -169,11 +170,11 @@ def plain_html(text: str) -> str:
     """
     return nh3.clean(
         text,
-        tags=TAGS,
+        tags={*TAGS.split()},
         clean_content_tags={"style"},  # of a DataFrame
         attributes=ATTRIBUTES,
         attribute_filter=_attribute,
-        filter_style_properties=STYLES,
+        filter_style_properties={*STYLES.split()},
         url_schemes={"data"},
         link_rel=None,
     )

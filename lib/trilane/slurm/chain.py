@@ -76,8 +76,12 @@ def links(plan: Plan, stages: Sequence[Stage], folder: Path) -> list[Plan]:
     sizes = [stage.gbs for stage in stages]
     text = ",".join(map(str, sizes))
     require(sizes == sorted(sizes), "stages", text, "must be in the order of the batch size")
-    starts = [_first_iteration(plan, gbs) for gbs in sizes]
-    starts.append(plan.run.train_iters)
+    iterations = plan.run.train_iters
+    whole = plan.run.ramp.between(plan.topology.gbs, 0, iterations)
+    starts = []
+    for gbs in sizes:
+        starts.append(sum(phase.iterations for phase in whole if phase.gbs < gbs))
+    starts.append(iterations)
     require(starts[0] == 0, "stages", sizes[0], "the first must hold the ramp's first batch")
     plans: list[Plan] = []
     for number, (start, end) in enumerate(itertools.pairwise(starts), 1):
@@ -87,21 +91,13 @@ def links(plan: Plan, stages: Sequence[Stage], folder: Path) -> list[Plan]:
             load = plan.run.load
             if plans:
                 load = str(folder.resolve() / plans[-1].label)
-            if last == plan.run.train_iters:
+            if last == iterations:
                 last = 0
             run = replace(plan.run, load=load, start_iteration=first, exit_iteration=last)
             label = f"{plan.label}-{len(plans) + 1}-n{stage.nodes}"
             dp = stage.replicas(plan)
             plans.append(plan.replace(label=label, run=run, dp=dp, mbs=stage.mbs))
     return plans
-
-
-def _first_iteration(plan: Plan, gbs: int) -> int:
-    """The number of iterations before the first whose batch is at least `gbs`; all where there is
-    none.
-    """
-    phases = plan.run.ramp.between(plan.topology.gbs, 0, plan.run.train_iters)
-    return sum(phase.iterations for phase in phases if phase.gbs < gbs)
 
 
 def _parts(
@@ -150,7 +146,8 @@ def costs(plans: Mapping[Path, Plan], request: JobRequest) -> list[Json]:
     rows = []
     for folder, plan in plans.items():
         seconds = 0.0
-        for phase in phases(plan):
+        batches = phases(plan)
+        for phase in batches:
             constant = plan.replace(gbs=phase.gbs, run=replace(plan.run, ramp=Ramp()))
             seconds += phase.iterations * predict(constant).sec_per_it
         gpus = plan.topology.gpus
@@ -159,7 +156,7 @@ def costs(plans: Mapping[Path, Plan], request: JobRequest) -> list[Json]:
             "gpus": gpus,
             "nodes": -(-gpus // plan.cluster.gpus_per_node),
             "mbs": plan.topology.mbs,
-            "batches": [phase.gbs for phase in phases(plan)],
+            "batches": [phase.gbs for phase in batches],
             "first": plan.run.start_iteration + 1,
             "last": plan.run.goal,
             "gpu_hours": seconds / 3600 * gpus,

@@ -5,8 +5,9 @@ storage and time.
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
+from typing import NamedTuple
 
 from trilane.config.cluster import Cluster
 from trilane.config.engines import require_trainable
@@ -17,7 +18,6 @@ from trilane.costmodel.trace import trace_of
 from trilane.forecasting.failures import FailureModel, evaluation_s
 from trilane.slurm.script import nodes_of
 from trilane.slurm.sites import JobRequest, Site
-from trilane.utils.frozen import frozen
 from trilane.utils.hooks import hook
 from trilane.workspace.checkpoints import checkpoint_bytes, found_in
 from trilane.workspace.continuation import require_continuable
@@ -32,8 +32,7 @@ MANY_GPUS = 32
 MARGIN = 1.5
 
 
-@frozen
-class JobFinding:
+class JobFinding(NamedTuple):
     """One problem of a job, certain (a refusal) or likely (a warning), with its remedy."""
 
     level: str
@@ -53,14 +52,9 @@ class JobFinding:
 Findings = Iterator[JobFinding]
 
 
-def refusal(rule: str, message: str, remedy: str) -> JobFinding:
-    """A finding for which nothing is submitted."""
-    return JobFinding(level=REFUSAL, rule=rule, message=message, remedy=remedy)
-
-
-def warning(rule: str, message: str, remedy: str) -> JobFinding:
-    """A finding that is only shown."""
-    return JobFinding(level=WARNING, rule=rule, message=message, remedy=remedy)
+# of rule, message and remedy: for a refusal nothing is submitted, a warning is only shown
+refusal = partial(JobFinding, REFUSAL)
+warning = partial(JobFinding, WARNING)
 
 
 @dataclass(frozen=True)

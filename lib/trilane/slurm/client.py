@@ -6,7 +6,6 @@ import getpass
 import os
 import re
 import shutil
-import textwrap
 import time
 from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
@@ -14,6 +13,7 @@ from pathlib import Path
 from trilane.utils.files import hash_of
 from trilane.utils.frozen import frozen
 from trilane.utils.process import run
+from trilane.utils.tables import short
 from trilane.utils.validation import require
 
 JOB_ID = re.compile(r"\d+")
@@ -119,7 +119,7 @@ def call(command: Sequence[str], *, cwd: Path | None = None, again: bool = True)
 
 def _message(text: str) -> str:
     """The text of an error in one line, shortened."""
-    return textwrap.shorten(text, 400, placeholder=" ...") or "no error text"
+    return short(text, 400) or "no error text"
 
 
 def require_answer() -> None:

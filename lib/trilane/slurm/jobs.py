@@ -152,10 +152,7 @@ def cancel(folders: Iterable[Path]) -> list[str]:
     does not answer.
     """
     client.require_answer()
-    runs = [Run(folder) for folder in folders]
-    ids = []
-    for states in states_of(runs):
-        ids += [state.id for state in states if not state.has_ended]
+    ids = active_jobs(*folders)
     client.cancel(ids)
     return ids
 
@@ -188,10 +185,12 @@ def states_of(runs: Sequence[Run], must_ask: bool = False) -> list[list[JobState
     return states
 
 
-def active_jobs(folder: Path) -> list[str]:
-    """Ids of the folder's jobs that have not ended: waiting, running, held or suspended."""
-    (states,) = states_of([Run(folder)])
-    return [state.id for state in states if not state.has_ended]
+def active_jobs(*folders: Path) -> list[str]:
+    """Ids of the folders' jobs that have not ended: waiting, running, held or suspended."""
+    ids = []
+    for states in states_of([Run(folder) for folder in folders]):
+        ids += [state.id for state in states if not state.has_ended]
+    return ids
 
 
 @frozen

@@ -6,7 +6,6 @@ import difflib
 import re
 import tempfile
 from collections.abc import Callable, Collection
-from dataclasses import replace
 from pathlib import Path
 
 from trilane.config.plan import Plan
@@ -61,7 +60,7 @@ def check_job(
     leveled = []
     for finding in dict.fromkeys(findings):
         level = WARNING if finding.rule in allow else finding.level
-        leveled.append(replace(finding, level=level))
+        leveled.append(finding._replace(level=level))
     return sorted(leveled, key=lambda finding: finding.level != REFUSAL)
 
 

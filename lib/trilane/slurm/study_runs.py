@@ -66,7 +66,7 @@ class StudyRuns(Table):
         """The findings as a table: a row for each of a run."""
         rows = []
         for name, found in self.findings.items():
-            rows += [(name, *vars(finding).values()) for finding in found]
+            rows += [(name, *finding) for finding in found]
         if not rows:
             return Columns({"run": ["all"], "finding": ["nothing found"]})
         return Columns.of_rows(("run", "level", "rule", "finding", "remedy"), rows)
@@ -152,34 +152,27 @@ def prepare_runs(
             reasons[number] = "control: TP and PP at work"
             break
     data = Data(source=corpus, tokenizer=tokenizer, folder=str(outputs_root() / "data"))
+    limits = Limits(**run)
     runs = []
     for number in reasons:
         before = plans[number]
-        plan = _trained(before, engine or before.engine, data, lr, decay_style, Limits(**run))
+        gbs = before.topology.gbs
+        samples = limits.train_iters * gbs
+        optimizer = Optimizer(
+            lr=lr,
+            min_lr=lr / 10,
+            warmup_samples=10 * gbs,
+            decay_samples=samples,
+            decay_style=decay_style,
+            wsd_decay_samples=samples // 5 if decay_style == "WSD" else 0,
+        )
+        own = {"engine": engine or before.engine, "optimizer": optimizer}
+        plan = before.replace(data=data, run=limits, **own)
         files = script.files(plan, of_script, request)
         folder, _ = study.run_folder(plan, files, jobs.active_jobs)
         runs.append(Run(folder))
     why = tuple(reasons.values())
     return StudyRuns(study=study, site=where, request=request, runs=tuple(runs), reasons=why)
-
-
-def _trained(
-    searched: Plan, engine: str, data: Data, lr: float, style: str, limits: Limits
-) -> Plan:
-    """The plan of a search with data, a learning rate that decays to a tenth, and a length; by
-    `engine`.
-    """
-    gbs = searched.topology.gbs
-    samples = limits.train_iters * gbs
-    optimizer = Optimizer(
-        lr=lr,
-        min_lr=lr / 10,
-        warmup_samples=10 * gbs,
-        decay_samples=samples,
-        decay_style=style,
-        wsd_decay_samples=samples // 5 if style == "WSD" else 0,
-    )
-    return searched.replace(engine=engine, data=data, optimizer=optimizer, run=limits)
 
 
 def read_plans(path: Path) -> list[Json]:
