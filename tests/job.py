@@ -133,7 +133,7 @@ DONE = operation(
 
 def program(grid: Grid, rank: int, iterations: int = 2, microbatches: int = 3) -> list[Op]:
     """What a rank does."""
-    place, last = grid[rank], grid.sizes[1] - 1
+    place, last = grid[rank], grid.stages - 1
     one: list[Op] = []
     for _ in range(microbatches):
         one += [DATA, SPREAD] if place.pp in (0, last) else []

@@ -54,10 +54,10 @@ def capture(folder: Path) -> Answer:
     folder = folder.resolve()
     plan = read_plan(folder / "plan.json")
     written = known_status(folder)
-    has_ended = written is not None and not written.status.is_active
+    has_ended = written and not written.status.is_active
     require(not has_ended, "folder", folder, "its run has ended: no process has a stack any more")
     rule = "no rank has given a sign of life (hang_timeout_s=0, or not started)"
-    require(bool(read_beats(folder)), "folder", folder, rule)
+    require(read_beats(folder), "folder", folder, rule)
     taken = stacks.capture(folder, plan)
     verdict = diagnose_hang(taken)
     return Answer(verdict.to_json(), f"{taken}\n{verdict.summary()}")

@@ -85,23 +85,18 @@ class Break(Record):
 
 
 @frozen
-class Continuity(Record):
+class Continuity:
     """Restarts: `breaks`, what they did not continue; `unjudged`, what the logs do not show."""
 
     restarts: int
     breaks: tuple[Break, ...]
     unjudged: tuple[str, ...]
 
-    def summary(self) -> str:
-        """A line for each break, and one for what could not be judged."""
-        lines = [broken.sentence for broken in self.breaks]
-        return "\n".join([*lines, *(f"not judged: {what}" for what in self.unjudged)])
-
 
 def find_breaks(logs: Sequence[RunLog]) -> Continuity:
     """What the restarts of one training did not continue; its logs in the order in which they ran.
 
-        find_breaks([read_log("part1.log"), read_log("part2.log")]).summary()
+        find_breaks([read_log("part1.log"), read_log("part2.log")]).breaks
 
     Left out: what changes without a restart (see find_spikes), a schedule that bends right at the
     restart, a loss that is lower unless iterations were repeated, gradient norms and loss scales,

@@ -215,7 +215,7 @@ def _grid(folder: Path, paths: list[Path], notes: list[str]) -> Grid | None:
         candidates += [parent / "topology.json", parent / "plan.json"]
     for path in filter(Path.is_file, candidates):
         grid = rank_grid.read(path)
-        if grid is not None:
+        if grid:
             return grid
         notes.append(f"{path.name}: holds no topology, or is damaged; ignored")
     return None

@@ -173,8 +173,7 @@ def study_hang(study: Study, dumps: str = "", tp: int = 0, pp: int = 0, dp: int 
     if hung:
         return diagnose_hang(hung[-1])
     example = shipped_json("examples/hang")
-    sizes = example["topology"]
-    grid = from_json(sizes)
+    grid = from_json(example["topology"])
     assert grid is not None
     dump_of: dict[int, Dump] = {}
     for stack in example["stacks"].values():
@@ -217,9 +216,8 @@ def _paragraph(evidence: Evidence, found: Conditions, suspects: Suspects) -> str
     """The verdict in one line: the suspects and the reasons, or why there are none, and where most
     others wait.
     """
-    parts = []
-    for reason, ranks in grouped(suspects.reasons, suspects.reasons.__getitem__).items():
-        parts.append(f"{_places(evidence.grid, ranks)}: {reason}")
+    reasons = grouped(suspects.reasons, suspects.reasons.__getitem__)
+    parts = [f"{_places(evidence.grid, ranks)}: {reason}" for reason, ranks in reasons.items()]
     parts = parts[:SHOWN_REASONS]
     if not parts:
         parts = [f"which rank is at fault {OPEN} from these dumps; Flight Recorder dumps show more"]

@@ -9,15 +9,14 @@ from trilane.logs.run import RunLog, read_logs, read_run_folder
 from trilane.slurm import attempt
 from trilane.utils.frozen import frozen
 from trilane.utils.tables import Json, Record
-from trilane.utils.validation import require, require_folder
+from trilane.utils.validation import require, require_folder, shipped_json
 from trilane.workspace.status import Status
 from trilane_diagnose.hang import diagnose_hang
 
 LOGS = (".log", ".out", ".err", ".gz")
 Row = dict[str, str]  # of SLURM's accounting
 WEAK = (Status.CANCELLED, Status.CRASHED, Status.COMPLETED, Status.RUNNING, Status.WAITING)
-STATES = attempt.REASONS | {"FAILED": Status.CRASHED}
-STATES |= {"COMPLETED": Status.COMPLETED, "RUNNING": Status.RUNNING, "PENDING": Status.WAITING}
+STATES = attempt.REASONS | shipped_json("ends")["slurm_others"]
 NOWHERE = ("", "None assigned")  # of a job that never ran
 # slurmstepd's signal where it cannot start a script, in a column of its own or in the reason
 UNSTARTED = r"'0:53'|RaisedSignal:53\b"
@@ -56,7 +55,7 @@ def read_incident(folder: Path) -> Incident:
         except ValueError:
             hang = None
     rule = "holds no log, dump or output of `sacct --parsable2` that can be read"
-    require(bool(logs or accounts or hang), "folder", folder, rule)
+    require(logs or accounts or hang, "folder", folder, rule)
     status, lines = _end(logs, accounts)
     if hang and hang.suspects and status is Status.UNFINISHED:
         status = Status.HANG
@@ -134,7 +133,7 @@ def _accounted(accounts: list[Row]) -> tuple[Status | None, list[str]]:
     for step in steps:
         if STATES.get(_state(step), Status.CANCELLED) not in WEAK:
             row = step
-    status = STATES[_state(row)]
+    status = Status(STATES[_state(row)])
     code = row.get("ExitCode") or "unknown"
     where = f"job {row['JobID']}: {row['State']} on {row['NodeList']}"
     if re.search(UNSTARTED, str([row, *steps])):

@@ -63,24 +63,18 @@ def findings(results: Mapping[str, Result], is_cpu: bool) -> Findings:
         why = next(iter(broken.values()))
         return Findings(notes=(f"the test fails on all nodes, so none is left out: {why}",))
     working = {node: result for node, result in results.items() if not result.broken}
-    medians = _medians(working)
+    rates: dict[str, list[float]] = {}
+    for result in working.values():
+        for name, rate in result.rates.items():
+            rates.setdefault(name, []).append(rate)
     least_share = LEAST_SHARE_OF_CORES if is_cpu else LEAST_SHARE
     slow: dict[str, tuple[float, str]] = {}
     for node, result in working.items():
         for name, rate in result.rates.items():
-            share = rate / medians[name]
+            share = rate / statistics.median_high(rates[name])  # of two the higher
             if share < least_share and share < slow.get(node, (1.0, ""))[0]:
                 slow[node] = (share, f"{name} {rate:.3g}, {share:.0%} of the median")
     return Findings(broken=broken, slow=slow, notes=(f"{len(results)} tested",))
-
-
-def _medians(results: Mapping[str, Result]) -> dict[str, float]:
-    """The median of each rate; of two nodes the higher one's."""
-    rates: dict[str, list[float]] = {}
-    for result in results.values():
-        for name, rate in result.rates.items():
-            rates.setdefault(name, []).append(rate)
-    return {name: statistics.median_high(values) for name, values in rates.items()}
 
 
 def step(nodes: Sequence[str], tasks: int = 1, cores: int = 1, gpus: bool = False) -> list[str]:

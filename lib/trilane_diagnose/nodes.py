@@ -18,11 +18,12 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
+from trilane.logs.places import numbers_of
 from trilane.slurm import attempt, client
 from trilane.slurm.attempt import job_id
 from trilane.utils.files import append_line
 from trilane.utils.process import python, run
-from trilane.utils.validation import require
+from trilane.utils.validation import require, shipped_json
 from trilane.workspace import ledger, pace
 from trilane.workspace.heartbeat import read_reports
 from trilane.workspace.run import iteration
@@ -34,18 +35,7 @@ from trilane_diagnose.response import VERDICTS, Response, decide
 # 1" (SLURM 22.05)
 FAILED_TASKS = re.compile(r"srun: error: ([\w.-]+): tasks? (\d+(?:[,-]\d+)*): ")
 # what a lost node can look like in the log
-LOST_NODE = (
-    Status.CRASHED,
-    Status.NCCL_ERROR,
-    Status.HANG,
-    Status.NODE_FAILURE,
-    Status.RENDEZVOUS,
-    Status.GPU_ERROR,
-    Status.NETWORK,
-    Status.KILLED,
-    Status.NAN_LOSS,
-    Status.PORT_IN_USE,
-)
+LOST_NODE = shipped_json("ends")["lost_node"]
 # the share of the median of a node that was slow in an earlier test: the ledger does not have it
 SLOW_SHARE = 0.5
 PROBE_S = 5.0  # in which a slurmd that is restarting takes connections again
@@ -54,7 +44,7 @@ PROBE_S = 5.0  # in which a slurmd that is restarting takes connections again
 def job_nodes() -> list[str]:
     """This job's nodes; ValueError outside a job."""
     nodes = os.environ.get("SLURM_JOB_NODELIST", "")
-    require(bool(nodes), "SLURM_JOB_NODELIST", nodes, "is not set: this runs inside a job")
+    require(nodes, "SLURM_JOB_NODELIST", nodes, "is not set: this runs inside a job")
     return client.hostnames(nodes)
 
 
@@ -99,11 +89,8 @@ def start_nodes(folder: Path, count: int, test: Tester | None) -> tuple[str, lis
     found = Findings()
     earlier = _of_allocation(folder, "nodes")
     if earlier:  # tested before the first start on these nodes: another would cost a minute
-        slow = {}
-        for node, reason in earlier[-1]["left_out"].items():
-            if node not in lost:
-                slow[node] = (SLOW_SHARE, reason)
-        found = Findings(slow=slow)
+        left_out = earlier[-1]["left_out"].items()
+        found = Findings(slow={n: (SLOW_SHARE, why) for n, why in left_out if n not in lost})
     elif test and len(left) > 1:
         found = test(left)
     _note_broken(folder, found.broken)
@@ -112,8 +99,7 @@ def start_nodes(folder: Path, count: int, test: Tester | None) -> tuple[str, lis
     except ValueError as error:
         _failed(folder, str(error))
         with contextlib.suppress(ValueError):
-            blamed = [*lost, *found.broken]
-            response = decide("broken node", trained=(), left=nodes, blamed=blamed)
+            response = decide("broken node", trained=(), left=nodes, blamed=[*lost, *found.broken])
             _carry_out(folder, response, str(error), len(nodes))
         raise
     ledger.note(folder, "nodes", job_id(), chosen=chosen, left_out=left_out)
@@ -269,9 +255,7 @@ def only_dead_are_left(folder: Path, lines: Iterable[str]) -> bool:
     for failed in filter(None, map(FAILED_TASKS.match, lines)):
         if not ended:
             dead = unreachable(nodes)
-        for numbers in failed[2].split(","):
-            first, _, last = numbers.partition("-")
-            ended[failed[1]] += int(last or first) - int(first) + 1
+        ended[failed[1]] += len(numbers_of(failed[2].encode()))
         alive = [node for node in nodes if node not in dead]
         if dead and all(ended[node] >= tasks for node in alive):
             ledger.note(folder, "unreachable", job_id(), nodes=dead)
@@ -295,8 +279,7 @@ def _of_allocation(folder: Path, kind: str) -> list[ledger.Event]:
     if not starts:
         return []
     first = next(e for e in starts if e.get("restarts") == starts[-1].get("restarts"))
-    since = events[events.index(first) :]
-    return [event for event in since if event["event"] == kind]
+    return [event for event in events[events.index(first) :] if event["event"] == kind]
 
 
 def lost_nodes(folder: Path, kind: str = "node failure") -> list[str]:

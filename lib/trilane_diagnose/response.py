@@ -9,7 +9,6 @@ from typing import Any
 
 from trilane.utils.frozen import frozen
 from trilane.utils.validation import require, require_known, shipped_json
-from trilane.workspace.status import Status
 
 CHANGED_BY = "TRILANE_RESPONSES"  # in a job's environment: what its site changes, as JSON
 ACTIONS = {
@@ -19,16 +18,7 @@ ACTIONS = {
     "stop": "stops",
 }
 # of an end for which no node was found at fault; a "failure" else
-VERDICTS = {
-    Status.HANG: "hang",
-    Status.RENDEZVOUS: "launch failure",
-    Status.PORT_IN_USE: "launch failure",
-    Status.NETWORK: "lost contact",
-    Status.NCCL_ERROR: "lost contact",
-    Status.NAN_LOSS: "wrong result",
-    Status.FILE_SYSTEM: "disk full",
-    Status.TIME_LIMIT: "time limit",
-}
+VERDICTS = shipped_json("ends")["verdicts"]
 
 
 @frozen

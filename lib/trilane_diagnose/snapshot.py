@@ -24,7 +24,7 @@ from trilane.workspace.fingerprints import (
     part_from_json,
     whole_parts,
 )
-from trilane.workspace.rank_grid import MOST, shared
+from trilane.workspace.rank_grid import COORDINATES, MOST
 from trilane_diagnose.stacks import DAMAGED
 
 # Sums in another order differ by rounding: allowed between replicas, relative to the tensor's norm.
@@ -37,6 +37,7 @@ REPLICAS = {
 }
 # bf16 has 8 bits: a weight and its copy differ by 2e-3; denormal fp16 by somewhat more.
 COPY_ROUNDING = 2e-2
+PRINTS = "fingerprint_*.json"  # of each rank one
 # of the optimizer, that must come back
 SETTINGS = ("weight_decay", "clip_grad", "adam_beta1", "adam_beta2", "adam_eps")
 
@@ -59,7 +60,7 @@ def states(field: str, folder: Path) -> list[State]:
     loads = sorted((folder / "fingerprints").glob("load_*"))
     found = []
     for path in dict.fromkeys([folder, *checkpoints.found_in(folder), *loads]):
-        for file in _prints(path)[:1]:
+        for file in sorted(path.glob(PRINTS))[:1]:
             is_saved = path.name.startswith("save") or (path / "manifest.json").exists()
             with _whole(file):
                 iteration = int(read_json(file, "fingerprint")["iteration"])
@@ -67,12 +68,8 @@ def states(field: str, folder: Path) -> list[State]:
     rule = (
         "holds no complete checkpoint with fingerprints (a run folder, or one of its checkpoints)"
     )
-    require(bool(found), field, folder, rule)
+    require(found, field, folder, rule)
     return sorted(found, key=lambda state: state.iteration)
-
-
-def _prints(folder: Path) -> list[Path]:
-    return sorted(folder.glob("fingerprint_*.json"))
 
 
 @contextmanager
@@ -137,7 +134,7 @@ def read_snapshot(state: State) -> Snapshot:
     """The snapshot of a state; ValueError where a file is damaged."""
     prints: list[Json] = []
     held: list[Held] = []
-    for path in _prints(state.path):
+    for path in sorted(state.path.glob(PRINTS)):
         with _whole(path):
             values = json.loads(path.read_text(encoding="utf-8"))
             holder = Holder(**{axis: int(values[axis]) for axis in ("rank", "tp", "pp", "dp")})
@@ -216,8 +213,12 @@ class RestartFinding(Record):
         if not self.ranks:
             return "all ranks"
         where = f"ranks {ranges([holder.rank for holder in self.ranks])}"
-        common = ", ".join(shared(self.ranks))
-        return f"{where} ({common})" if common else where
+        common = []
+        for axis in COORDINATES:
+            numbers = {getattr(holder, axis) for holder in self.ranks}
+            if len(numbers) == 1:
+                common.append(f"{axis} {numbers.pop()}")
+        return f"{where} ({', '.join(common)})" if common else where
 
     def summary(self) -> str:
         """The finding in one line."""

@@ -91,10 +91,8 @@ class Dump:
 
 
 def _dump(threads: Sequence[Thread], **facts: Any) -> Dump:
-    started = []
-    for thread in threads:
-        if thread.frames and thread.frames[-1].function not in STARTS_THREAD:
-            started.append(thread)
+    stacks = [thread for thread in threads if thread.frames]
+    started = [t for t in stacks if t.frames[-1].function not in STARTS_THREAD]
     main = _main_thread(started)
     if main is None:
         return Dump(**facts)
@@ -201,10 +199,7 @@ def read_faults(text: str) -> Dump:
             match = re.match(r'\s*File "(.*)", line (\d{1,9}|\?\?\?) in (.*)$', line)
             if match:
                 frames_of[thread].append(frame(match[3], match[1], match[2]))
-    threads = []
-    for name, frames in frames_of.items():
-        threads.append(Thread(tuple(frames), is_current=name == current))
-    return _dump(threads)
+    return _dump([Thread(tuple(f), is_current=n == current) for n, f in frames_of.items()])
 
 
 @frozen
@@ -235,7 +230,7 @@ def last_calls(folder: Path) -> LastCalls:
         if line:
             names = [path.stem for path in traces]
             groups.append({"function": function, "line": line, "ranks": names})
-    require(bool(groups), "folder", folder, "holds no trace of Python's trace module")
+    require(groups, "folder", folder, "holds no trace of Python's trace module")
     groups.sort(key=lambda group: (len(group["ranks"]), group["function"]))
     return LastCalls(groups=tuple(groups))
 

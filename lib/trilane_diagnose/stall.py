@@ -37,9 +37,10 @@ class Stall:
         for rank, beat in own_beats(self._folder, self._env).items():
             if rank not in self._changed or self._changed[rank][0] != beat:
                 self._changed[rank] = (beat, now)
-        self.own = {}
-        for rank, (beat, changed) in self._changed.items():
-            self.own[rank] = replace(beat, idle_s=now - changed, has_exited=_has_exited(beat))
+        self.own = {
+            rank: replace(beat, idle_s=now - changed, has_exited=_has_exited(beat))
+            for rank, (beat, changed) in self._changed.items()
+        }
 
     def is_stalled(self, more_s: float = 0.0) -> bool:
         """Whether a rank of this node stood still for too long when last looked at, and `more_s`
@@ -97,8 +98,7 @@ class Stall:
         # a save lasts as long as the disk takes
         if not beat.pace.usual_s or beat.phase == SAVE:
             return self._timeout_s
-        slowest_s = max(beat.pace.usual_s, beat.pace.now_s)
-        return min(self._timeout_s, max(LEAST_S, LATE * slowest_s))
+        return min(self._timeout_s, max(LEAST_S, LATE * max(beat.pace.usual_s, beat.pace.now_s)))
 
 
 def _has_exited(beat: Heartbeat) -> bool:

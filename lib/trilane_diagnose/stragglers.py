@@ -60,7 +60,7 @@ def read_phase_times(folder: Path) -> tuple[Grid, dict[int, dict[str, float]]]:
             times = pd.DataFrame([line["seconds"] for line in lines[1:] or lines])
             medians[rank] = times.median().to_dict()
     rule = "holds no phase times (ranks/*.phases); set run.timers in the plan"
-    require(bool(medians), "folder", folder, rule)
+    require(medians, "folder", folder, rule)
     grid = rank_grid.read(folder / "plan.json") or rank_grid.unknown(hosts, 8)
     places = [replace(place, node=hosts.get(place.rank, place.node)) for place in grid.places]
     return replace(grid, places=tuple(places)), medians

@@ -8,6 +8,7 @@ from functools import cached_property
 
 from trilane.utils.frozen import frozen
 from trilane.utils.tables import grouped
+from trilane.utils.validation import shipped_json
 from trilane_diagnose.evidence import Evidence
 from trilane_diagnose.stacks import Frame, Frames, patterns
 
@@ -15,7 +16,7 @@ HARD = ("gone", "stopped")  # kinds of ranks that do not go on
 NO_EVIDENCE = ("unreadable", "unknown")  # kinds from which nothing is concluded
 OTHER = "other"  # axis of a group of experts, or of a sequence's parts
 # kinds of ranks by the state of their process in proc(5)
-KIND_OF_STATE = {"gone": "gone", "X": "gone", "Z": "gone", "T": "stopped", "t": "stopped"}
+KIND_OF_STATE = shipped_json("hang_patterns")["states"]
 P2P = ("send", "recv", "isend", "irecv", "batch_isend_irecv")
 INNER = 8  # frames that show what a rank does on the host
 CALLERS = 4  # frames that show what a collective is for; further out is the training loop
@@ -163,10 +164,8 @@ def wait_of(frames: Frames) -> Wait | None:
     at = frames[inner]
     device = patterns("files")["device"]
     if device.search(at.file) and _is(at, "device_waits"):
-        callers = []
-        for frame in frames[inner:]:
-            if not (_is(frame, "wrappers") or device.search(frame.file)):
-                callers.append(frame)
+        outer = frames[inner:]
+        callers = [f for f in outer if not (_is(f, "wrappers") or device.search(f.file))]
         callers = callers or [at]
         return _wait("device", callers, _first_match("axes", callers[:1]))
     if not inside[inner]:
@@ -184,11 +183,9 @@ def wait_of(frames: Frames) -> Wait | None:
 
 def _wait(op: str, callers: Sequence[Frame], axis: str) -> Wait:
     torch = patterns("files")["torch"]
-    path = []
-    for frame in callers:
-        if not (_is(frame, "wrappers") or torch.search(frame.file)):
-            path.append(frame.key)
-    return Wait(op=op, site=callers[0], axis=axis, path=tuple(path) or (callers[0].key,))
+    own = [f for f in callers if not (_is(f, "wrappers") or torch.search(f.file))]
+    path = tuple(frame.key for frame in own or callers[:1])
+    return Wait(op=op, site=callers[0], axis=axis, path=path)
 
 
 def _first_match(table: str, frames: Iterable[Frame]) -> str:

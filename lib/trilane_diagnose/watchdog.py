@@ -14,7 +14,7 @@ import signal
 import sys
 import time
 from collections.abc import Collection, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from trilane.config.plan import Plan, read_plan
@@ -52,7 +52,6 @@ class HangMonitor:
         self._first = first
         self._start = start_id(env)
         self._env = env
-        self._begin = time.monotonic()
         self._timeout_s = plan.run.hang_timeout_s
         self.stall = Stall(folder, env, self._timeout_s)
         self._exited: dict[int, Heartbeat] = {}
@@ -149,14 +148,7 @@ class HangMonitor:
             explanation = f"no verdict: {error}"
         cause = self.stall.cause(self._plan.topology.gpus, others, answered)
         evidence = f"{cause}. {explanation}"[:2000] + where
-        seconds = round(time.monotonic() - self._begin, 3)
-        return RunStatus(
-            status=Status.HANG,
-            evidence=evidence,
-            rank=rank,
-            seconds=seconds,
-            exclude=exclude,
-        )
+        return RunStatus(status=Status.HANG, evidence=evidence, rank=rank, exclude=exclude)
 
     def corrected(self, outcome: RunStatus, failed: set[int]) -> RunStatus:
         """The outcome, attributed to a rank that exited without an error before the others failed
@@ -178,16 +170,18 @@ class HangMonitor:
                 os.kill(beat.pid, signal.SIGKILL)
 
 
+@dataclass
 class Slowness:
     """Notices that the run of `plan` in `folder` has become slow: it has lost what a restart costs.
     It looks again while that lasts, and notices that it is over.
     """
 
-    def __init__(self, folder: Path, plan: Plan) -> None:
-        self._folder = folder
-        self._plan = plan
-        self._said = ""  # the place that the last line named
-        self._look_at = -math.inf
+    _folder: Path
+    _plan: Plan
+    _said: str = ""  # the place that the last line named
+    _look_at: float = -math.inf
+
+    def __post_init__(self) -> None:
         self._cancel()  # of an attempt that ended before it saw it
 
     def news(self, own: Mapping[int, Heartbeat], start: str) -> str:
@@ -220,10 +214,7 @@ class Slowness:
                 beats |= {beat.rank: beat for beat in report.ranks}
         beats |= own
         world = self._plan.topology.gpus
-        paces = {}
-        for rank, beat in beats.items():
-            if beat.pace.late and rank < world:
-                paces[rank] = beat.pace
+        paces = {r: beat.pace for r, beat in beats.items() if beat.pace.late and r < world}
         # every node reports at half of it; one that did not, a tenth later, is left out
         if len(paces) < world and usual.pace.lost < 1.1:
             return ""
@@ -344,8 +335,9 @@ def _hangs(monitor: HangMonitor, folder: Path, is_asked: bool) -> bool:
     try:
         monitor.check(is_asked)
     except Hang as hang:
-        print(f"trilane: hang: {hang.outcome.evidence}", flush=True)
-        write_status(folder, hang.outcome)
+        (outcome,) = hang.args
+        print(f"trilane: hang: {outcome.evidence}", flush=True)
+        write_status(folder, outcome)
         return True
     return False
 

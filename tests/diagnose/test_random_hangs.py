@@ -52,7 +52,8 @@ def recorded(grid: Grid, rank: int, ops: list[Op], done: int, *, waits: bool) ->
 @pytest.mark.parametrize("kind", ["one rank stops", "two ranks stop", "a network fails"])
 def test_the_ranks_that_stopped_are_named_and_no_other(kind: str, seed: int, tmp_path):
     rng = random.Random(f"{kind} {seed}")
-    grid = regular(*rng.choice(SIZES), gpus_per_node=8)
+    sizes = rng.choice(SIZES)
+    grid = regular(*sizes, gpus_per_node=8)
     programs = {}
     for rank in grid.ranks:
         ops = program(grid, rank, microbatches=2)
@@ -81,7 +82,7 @@ def test_the_ranks_that_stopped_are_named_and_no_other(kind: str, seed: int, tmp
         (tmp_path / f"nccl_trace_rank_{rank}").write_bytes(data)
     width = rng.choice([1, 2, 4])
     hosts = rng.sample([f"rank{n}" for n in range(99)], len(grid.ranks) // width)
-    topology(tmp_path, *grid.sizes, gpus_per_node=width, hosts=hosts)
+    topology(tmp_path, *sizes, gpus_per_node=width, hosts=hosts)
     verdict = diagnose_hang(tmp_path)
     named = {rank for rank in verdict.suspects if OPEN not in verdict.reasons[rank]}
     assert named <= guilty, verdict.paragraph

@@ -58,4 +58,4 @@ def test_a_run_whose_weights_are_lost_ends_and_saves_no_more(fork, data, tmp_pat
     status = known_status(folder)
     assert (status.status, iteration(folder)) == ("NaN loss", 11)
     assert not list((folder / "checkpoints").glob("iter_*"))
-    assert judge(folder, 1, 1.0).status == "NaN loss"
+    assert judge(folder, 1).status == "NaN loss"

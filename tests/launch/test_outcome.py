@@ -111,6 +111,6 @@ def test_the_rank_that_broke_first_is_blamed_and_not_those_that_followed(ranks, 
         Status.KILLED if "KILL" in found[1] else Status.CRASHED,
         f"rank {found[0]}: {found[1]}{words}",
     )
-    assert judge(folder, 1, 5.0) == RunStatus(
-        status=status, evidence=evidence, rank=found[0], exit_code=1, seconds=5.0
+    assert judge(folder, 1) == RunStatus(
+        status=status, evidence=evidence, rank=found[0], exit_code=1
     )

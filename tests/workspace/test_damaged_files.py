@@ -140,7 +140,7 @@ def cut_and_begin(run: Path) -> None:
 
 def ends(run: Path) -> None:
     jobs.job_status([run]).to_frame()
-    judge(run, 1, 1.0)
+    judge(run, 1)
     nodes.end(run, 1)
     assert run_module.Run(run).is_completed in (True, False)
 

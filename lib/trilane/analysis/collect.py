@@ -12,6 +12,8 @@ from glob import glob
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
+
 from trilane.analysis.loss_curve import Curve, join, trainings
 from trilane.analysis.measure import Measurement, measure, measure_log
 from trilane.analysis.spikes import training_record, training_text
@@ -37,8 +39,7 @@ from trilane.workspace.study import Study, load_cluster
 
 DRAWN = 8  # runs of hundreds that a figure has
 # what a file's name shows to be no log
-NO_LOGS = {".json", ".py", ".md", ".ipynb", ".html", ".png", ".csv", ".pt", ".bin", ".idx"}
-NO_LOGS |= {".sbatch", ".sh"}
+NO_LOGS = shipped_json("log_words")["no_logs"]
 ENDINGS = "source dialect status iterations first_iteration last_iteration skipped nan_iterations"
 ENDINGS += " hosts exclude cause problems left_out"
 # the columns of BigScience's tables, and how a run ended
@@ -107,8 +108,6 @@ class MeasuredRuns(Table):
         """Median seconds of each timer that the logs print, those of the printing rank: a column a
         run. Some include others; a wait of the last stage is the pipeline's fill and drain, too.
         """
-        import pandas as pd
-
         medians = pd.DataFrame({run.name: run.log.timers.median() for run in self.drawn})
         rows = medians.drop(index="iteration", errors="ignore").rename_axis("timer (s)")
         return show(rows.reset_index())
@@ -138,11 +137,11 @@ def measure_runs(
     use([Path(dialect)] if dialect else [])
     if not logs:
         runs = [measure(folder) for folder in study.run_folders()]
-        require(bool(runs), "study", study.name, "has no run; run 03_launch first, or name logs")
+        require(runs, "study", study.name, "has no run; run 03_launch first, or name logs")
         return MeasuredRuns(runs=tuple(runs))
     machine = load_cluster(cluster) if cluster else None
     runs, unread = measure_all(matches(logs), machine.gpu if machine else None)
-    require(bool(runs), "logs", logs, f"no log among them: {[*unread, 'no such file'][0]}")
+    require(runs, "logs", logs, f"no log among them: {[*unread, 'no such file'][0]}")
     if len({run.name for run in runs}) < len(runs):
         runs = [replace(run, name=f"{number} {run.name}") for number, run in enumerate(runs, 1)]
     return MeasuredRuns(runs=tuple(runs), unread=tuple(unread))
@@ -212,8 +211,6 @@ def frame(runs: Sequence[Measurement], root: Path | None = None) -> DataFrame:
     """A row a run, see Measurement.row(); `source` is a run's folder, else its log, below `root`
     where given.
     """
-    import pandas as pd
-
     rows = []
     for run in runs:
         place = run.log.source.parent if run.plan else run.log.source
@@ -224,8 +221,6 @@ def frame(runs: Sequence[Measurement], root: Path | None = None) -> DataFrame:
 
 def every_iteration(runs: Sequence[Measurement]) -> DataFrame:
     """All iterations of the runs, with the log and the number of each run among them."""
-    import pandas as pd
-
     tables = {(str(run.log.source), n): run.log.iterations for n, run in enumerate(runs, 1)}
     return pd.concat(tables, names=["file", "run"]).reset_index(level=["file", "run"])
 
@@ -257,8 +252,7 @@ def markdown(table: DataFrame) -> str:
             width = max(3, len(head), *map(len, texts))
             rule = f"{'-' * (width - 1)}:"
             columns.append([text.rjust(width) for text in (head, rule, *texts)])
-    lines = [f"| {' | '.join(cells)} |\n" for cells in zip(*columns, strict=True)]
-    return "".join(lines)
+    return "".join([f"| {' | '.join(cells)} |\n" for cells in zip(*columns, strict=True)])
 
 
 def parse_text(runs: Sequence[Measurement]) -> str:

@@ -198,8 +198,7 @@ def measure_log(
     config = run_config(log, plan, gpu)
     counts, left_out = steady_state(log, config.gbs, config.seq_length)
     config = of_window(config, log, counts)
-    times = log.column("sec_per_it")
-    seconds = median(times[counts]) if counts.any() else mean_seconds(log)
+    seconds = median(log.column("sec_per_it")[counts]) if counts.any() else mean_seconds(log)
     tokens_per_s = 0.0
     if seconds > 0:
         tokens_per_s = config.gbs * config.seq_length / seconds

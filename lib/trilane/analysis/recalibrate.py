@@ -45,7 +45,7 @@ def fit(rows: Source, cluster: Cluster | str) -> Recalibration:
         return recalibrated(used, skipped, ignored, machine, least=2)
     paths = matches(str(rows)) or matches(str(outputs_root() / rows / "runs"))
     rule = "is neither a file, nor a folder with runs or logs, nor a study with runs"
-    require(bool(paths), "rows", rows, rule)
+    require(paths, "rows", rows, rule)
     tables = [path for path in paths if path.suffix in SUFFIXES]
     logs = [path for path in paths if path.suffix not in SUFFIXES]
     runs, unread = measure_all(logs, gpu=machine.gpu)

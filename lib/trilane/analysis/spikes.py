@@ -64,8 +64,7 @@ def find_spikes(curve: Curve) -> list[Event]:
     """
     loss = _spikes(curve, "lm_loss", "loss spike", LOSS_SPIKE)
     norm = _spikes(curve, "grad_norm", "grad norm spike", NORM_SPIKE)
-    events = [*loss, *norm, *_divergence(curve)]
-    return sorted(events, key=lambda event: event.iteration)
+    return sorted([*loss, *norm, *_divergence(curve)], key=lambda event: event.iteration)
 
 
 def _spikes(curve: Curve, name: str, kind: str, least: float) -> Iterator[Event]:

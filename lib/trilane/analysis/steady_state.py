@@ -44,8 +44,7 @@ def _reasons(log: RunLog, gbs: float, seq_length: float) -> Iterator[tuple[str, 
     yield "warm-up", (iteration - iteration[0] < WARM_UP) & is_first_half
     if "skipped" in log.iterations:
         yield "skipped", log.column("skipped") > 0
-    full = {"global_batch_size": gbs, "seq_length": seq_length}
-    for name, most in full.items():
+    for name, most in {"global_batch_size": gbs, "seq_length": seq_length}.items():
         sizes = log.column(name)
         size = min(most or np.inf, np.nanmax(sizes, initial=0))
         if size:

@@ -27,20 +27,9 @@ from trilane.utils.hooks import hook
 from trilane.utils.masking import masked
 from trilane.utils.process import install_command
 from trilane.utils.tables import one_line, printable
-from trilane.utils.validation import require, shown
+from trilane.utils.validation import require, shipped_json, shown
 
-GROUPS = {
-    "run": "execute one notebook of a study, or all in order",
-    "plan": "sizes, topologies, one plan in full, dates, risks, predictions and measurements",
-    "decide": "whether to start a run: date, cost, risk, and the page that says so",
-    "calibrate": "the constants of predictions, fitted to your own runs",
-    "train": "train a plan on this machine",
-    "measure": "this machine or cluster, the speed of a plan",
-    "convert": "plans as DeepSpeed's or Megatron-LM's settings; checkpoints",
-    "slurm": "pre-flight check, scripts, jobs, sweeps, chains",
-    "logs": "training logs: parse, tabulate, find loss spikes",
-    "debug": "hangs, slow nodes, bad restarts",
-}
+GROUPS: dict[str, str] = shipped_json("commands")["groups"]
 
 
 class Group(click.Group):
@@ -65,12 +54,7 @@ class Root(click.Group):
             return None
         if cmd_name == "debug":
             return hook("debug")
-        if cmd_name in ("calibrate", "train", "measure"):
-            module = "run"
-        elif cmd_name == "decide":
-            module = "plan"
-        else:
-            module = cmd_name
+        module = shipped_json("commands")["modules"].get(cmd_name, cmd_name)
         return getattr(import_module(f"trilane.cli.{module}"), cmd_name)
 
 
@@ -87,7 +71,7 @@ class Answer:
     @classmethod
     def of(cls, found: Any, failed: object = False) -> "Answer":
         """The answer of what has to_json() and summary(); exit code 1 where it `failed`."""
-        return cls(found.to_json(), found.summary(), int(bool(failed)))
+        return cls(found.to_json(), found.summary(), bool(failed))
 
     def show(self, as_json: bool) -> int:
         """Print it; the exit code."""
@@ -214,7 +198,7 @@ def command(group: click.Group | None, name: str = "") -> Callable[[Callable], c
 
         help = inspect.getdoc(function)
         made = click.Command(name or function.__name__, callback=run, params=shown, help=help)
-        if group is not None:
+        if group:
             group.add_command(made)
         return made
 
@@ -250,7 +234,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     except (ValueError, OSError, click.ClickException) as error:
-        print("trilane:", shown(message(error), 1000), file=sys.stderr)
+        note([shown(message(error), 1000)])
         # 75 where SLURM does not answer
         return int(getattr(error, "exit_code", 2))
     except ModuleNotFoundError as error:
@@ -258,11 +242,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         # what the command itself imports is installed with it, but for notebooks
         extra = "train" if error.name == "torch" else "notebooks"
-        line = f"{error.name}=missing: is installed by {install_command(extra)}"
-        print("trilane:", line, file=sys.stderr)
+        note([f"{error.name}=missing: is installed by {install_command(extra)}"])
         return 2
     except (KeyboardInterrupt, click.Abort):
-        print("trilane: interrupted; what was written so far stays readable", file=sys.stderr)
+        note(["interrupted; what was written so far stays readable"])
         return 130
 
 

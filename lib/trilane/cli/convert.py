@@ -86,7 +86,7 @@ def megatron(
             note(["it needs export CUDA_DEVICE_MAX_CONNECTIONS=1"])
         return Answer({"arguments": arguments}, megatron_text(arguments))
     assert read
-    require(bool(cluster), "cluster", "missing", "--read needs the cluster that the plan is for")
+    require(cluster, "cluster", "missing", "--read needs the cluster that the plan is for")
     machine = load_cluster(cluster)
     launches = read_launches(read)
     answers = []
@@ -132,5 +132,4 @@ def checkpoint(
     Of Megatron's the newest iteration, or a folder iter_*; weights, and Adam's moments where each
     stands whole.
     """
-    arguments = (str(source), str(out), plan)
-    replace_by(python("-m", "trilane_engine.checkpoint.torch_dist", *arguments))
+    replace_by(python("-m", "trilane_engine.checkpoint.torch_dist", str(source), str(out), plan))

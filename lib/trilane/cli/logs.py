@@ -55,8 +55,7 @@ def parse(
             write_events(run.log.iterations, tensorboard / str(number))
         if wandb:
             write_offline(run.log.iterations, wandb / str(number))
-    values = {"runs": [run.to_json() for run in runs]}
-    return Answer(values, parse_text(runs), int(bool(unread)))
+    return Answer({"runs": [run.to_json() for run in runs]}, parse_text(runs), bool(unread))
 
 
 @command(logs)
@@ -88,4 +87,4 @@ def spikes(logs: tuple[Path, ...] = LOGS) -> Answer:
     records = [training_record(group) for group in trainings([run.log for run in runs])]
     text = "\n".join(map(training_text, records))
     values = as_json({"trainings": records})
-    return Answer(values, text or "no log holds an iteration", int(bool(unread)))
+    return Answer(values, text or "no log holds an iteration", bool(unread))

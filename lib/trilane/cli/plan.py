@@ -59,7 +59,7 @@ def size(
     """
     machine = load_cluster(cluster)
     found = survey(SizeRequest(parameters=params, cluster=machine, choices=choices, **asked))
-    return Answer(found.to_json(top), found.as_text(top), int(not found.rows))
+    return Answer(found.to_json(top), found.as_text(top), not found.rows)
 
 
 @command(plan)
@@ -86,7 +86,7 @@ def search(
     known = calibration_for(machine, calibration)
     asked = {"gpus": gpus, "gbs": gbs, "engine": engine, "top": top, **choices}
     found = search_plans(model, machine, calibration=known, distinct=True, **asked)
-    return Answer(found.to_json(), found.as_text(), int(not found.rows))
+    return Answer(found.to_json(), found.as_text(), not found.rows)
 
 
 @command(plan)
@@ -116,7 +116,7 @@ def best(
     prices = [parse_count("price", one) for one in price.split(",") if price]
     asked |= {"gpus": gpus, "gbs": gbs, "engine": engine}
     found = deadline.best_within(days, clusters, prices=prices, **asked)
-    return Answer(found.to_json(), found.as_text(), int(not found.rows))
+    return Answer(found.to_json(), found.as_text(), not found.rows)
 
 
 @command(plan)
@@ -154,8 +154,7 @@ def show(
     else:
         model = read_shape(shape, seq_length=seq)
         read = plan_of(model, load_cluster(cluster), engine or ENGINES[0], choices)
-    known = constants_of(read, calibration)
-    return Answer(*plan_report(read, known))
+    return Answer(*plan_report(read, constants_of(read, calibration)))
 
 
 def require_either(plan: Path | None, given: dict[str, Any], needed: Iterable[str]) -> None:
@@ -163,8 +162,7 @@ def require_either(plan: Path | None, given: dict[str, Any], needed: Iterable[st
     for name, value in given.items():
         require(not (plan and value), name, value, f"contradicts the plan {plan}")
     for name in needed:
-        is_there = plan is not None or bool(given.get(name))
-        require(is_there, name, "missing", "needed where no plan is named")
+        require(plan or given.get(name), name, "missing", "needed where no plan is named")
 
 
 @command(plan)
@@ -217,8 +215,7 @@ def decide(
     for case in cases:
         asked_case(asked, case)
     if find_spec("papermill") is None:
-        decision = Decision(asked=asked, title=title, ifs=cases)
-        values = decision.to_json()
+        values = Decision(asked=asked, title=title, ifs=cases).to_json()
         page = f"no page: {install_command('notebooks')} installs what it needs"
     else:
         from trilane.report.notebook import distribute, run_all
@@ -236,7 +233,7 @@ def decide(
         page = str(Study(study).folder / "08_decision.html")
     values["page"] = page
     text = f"{decision_text(values)}\n{page}"
-    return Answer(values, text, int(not values["recommendation"]["figures"]))
+    return Answer(values, text, not values["recommendation"]["figures"])
 
 
 @command(plan)

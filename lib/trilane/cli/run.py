@@ -89,8 +89,7 @@ def calibrate(
     kept = {**found.fitted.kept(), "name": str(output)}
     made_by = {"command": "trilane calibrate", "rows": rows, **stamp()}
     write_new(output, json.dumps({**kept["constants"], "made_by": made_by}, indent=1) + "\n")
-    text = f"{found.summary()}\nwritten: {output} ({kept['hash']})"
-    return Answer(found.to_json(), text)
+    return Answer(found.to_json(), f"{found.summary()}\nwritten: {output} ({kept['hash']})")
 
 
 @command(None)
@@ -147,7 +146,7 @@ def plan(
     from trilane.analysis.collect import parse_text
 
     found = benchmark(plan, iterations)
-    return Answer(found.to_json(), parse_text([found]), int(not found.status.is_clean))
+    return Answer(found.to_json(), parse_text([found]), not found.status.is_clean)
 
 
 @command(measure)

@@ -43,7 +43,7 @@ def check(plan: Path, job: Job) -> Answer:
     found = preflight.check_job(read_plan(plan), job.site, job, run, job.allow)
     text = "\n".join(finding.summary() for finding in found) or "nothing found"
     values = {"findings": [finding.to_json() for finding in found]}
-    return Answer(values, text, int(bool(preflight.refused(found))))
+    return Answer(values, text, bool(preflight.refused(found)))
 
 
 @command(slurm)
@@ -85,19 +85,18 @@ def submit(
         for run, one in jobs.submit_all(asked, job.site, job, times=times, parallel=most):
             submitted.setdefault(run, []).append(one)
     lines = []
-    values: Json = {"findings": {}, "submitted": {}}
+    values: Json = {"findings": {}}
     for run, found in findings.items():
         ids = submitted.get(run, ["not submitted"])
         lines.append(f"{', '.join(ids)}  {run.folder}")
         lines += [f"{run.folder.name}: {finding.summary()}" for finding in found]
         values["findings"][str(run.folder)] = [finding.to_json() for finding in found]
-    for run, ids in submitted.items():
-        values["submitted"][str(run.folder)] = ids
+    values["submitted"] = {str(run.folder): ids for run, ids in submitted.items()}
     if dry_run:
         rows = chains.costs({run.folder: run.plan for run in asked}, job)
         values["runs"] = rows
         lines.append(chains.costs_text(rows))
-    return Answer(values, "\n".join(lines), int(is_refused))
+    return Answer(values, "\n".join(lines), is_refused)
 
 
 @command(slurm)
@@ -113,7 +112,7 @@ def status(
     found = jobs.job_status(folders_of(runs))
     text = "\n".join(job.summary() for job in found)
     has_failed = any(job.status.has_failed for job in found)
-    return Answer({"jobs": [job.to_json() for job in found]}, text, int(has_failed))
+    return Answer({"jobs": [job.to_json() for job in found]}, text, has_failed)
 
 
 @command(slurm)

@@ -114,8 +114,7 @@ class FailureModel:
         rate = cluster.write_bytes_per_s
         if rate is None or self.write_bytes_per_s != FailureModel.write_bytes_per_s:
             return self
-        nodes = max(1, cluster.storage_nodes)
-        return replace(self, write_bytes_per_s=rate, write_nodes=nodes)
+        return replace(self, write_bytes_per_s=rate, write_nodes=max(1, cluster.storage_nodes))
 
     @property
     def storage(self) -> str:

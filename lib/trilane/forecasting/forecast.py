@@ -261,8 +261,8 @@ class Forecast(Table):
         rows["jobs"] = f"{r['jobs']} of at most {hours} hours on {r['nodes']} nodes"
         days, hours = (amount(value) for value in r["ideal"].values())
         rows["without stops"] = f"{days} days, {hours} GPU-hours"
-        t = self.request.plan.topology
-        free = self.request.plan.cluster.free_nodes(t.gpus)
+        plan = self.request.plan
+        free = plan.cluster.free_nodes(plan.topology.gpus)
         rows["in reserve"] = self.request.risks.spares_text(free)
         rows["checkpoints"] = f"every {amount(r['checkpoint']['interval_s'] / 60, 2)} minutes"
         return rows

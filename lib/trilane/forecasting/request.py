@@ -100,8 +100,7 @@ class ForecastRequest(Record):
         self._read("ramp", parse_ramp, plan.run.ramp)
         self._read("start", lambda text: parse_day("start", text), datetime.now(UTC).date())
         self._read("deadline", lambda text: parse_day("deadline", text), None)
-        known = constants_of(plan, self.calibration or "")
-        object.__setattr__(self, "calibration", known)
+        object.__setattr__(self, "calibration", constants_of(plan, self.calibration or ""))
         check(self)
         object.__setattr__(self, "risks", self._risks())
         first = (
@@ -177,8 +176,7 @@ class ForecastRequest(Record):
         plan = self.plan
         sizes = np.array([float(phase.gbs) for phase in self.phases])
         columns = columns_of(plan.shape, plan.topology, plan.engine).changed(gbs=sizes)
-        seconds = iteration_columns(columns, plan.cluster, self.calibration).total
-        return seconds
+        return iteration_columns(columns, plan.cluster, self.calibration).total
 
     @cached_property
     def prediction(self) -> Prediction:

@@ -3,8 +3,8 @@
 import os
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from trilane.config.plan import Plan
 from trilane.utils.files import Appended, json_object
@@ -20,13 +20,13 @@ def follow(
     plan: Plan,
     show_progress: bool,
     deadline: float,
-    check: Callable[[], None],
-    news: Callable[[], str],
+    monitor: Any,
 ) -> int:
     """Copy the ranks' output to run.log until the child ends; its exit code.
 
-    Raises TimeoutError after `deadline` (seconds of the monotonic clock), and what `check`, called
-    each poll, raises; the child is ended then. What `news` returns is another line of the log.
+    Raises TimeoutError after `deadline` (seconds of the monotonic clock), and what the check() of
+    the `monitor`, called each poll, raises; the child is ended then. Its news() are lines of the
+    log.
     """
     ranks = [Tail(folder / f"ranks/{rank}.log") for rank in range(plan.topology.gpus)]
     steps = Tail(folder / "steps.jsonl")
@@ -50,8 +50,8 @@ def follow(
                     print_fifth(plan, step)
             if code is not None:
                 return code
-            check()
-            if text := news():
+            monitor.check()
+            if text := monitor.news():
                 log.write(f"trilane: {text}\n".encode())
             if time.monotonic() > deadline:
                 raise TimeoutError

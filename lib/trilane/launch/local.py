@@ -57,6 +57,7 @@ def train_local(
     with held_port() as port:
         put_aside(folder, keep=True)
         outcome = _run(folder, plan, port, show_progress, begin, timeout_s)
+        outcome = replace(outcome, seconds=_since(begin))
         write_status(folder, outcome)
     return outcome
 
@@ -108,17 +109,18 @@ def _run(
         with contextlib.closing(monitor), torchrun(folder, plan, port, start) as child:
             with forwarding_signals(child):
                 deadline = begin + timeout_s
-                watched = (monitor.check, monitor.news)
-                code = follow(child, folder, plan, show_progress, deadline, *watched)
-            outcome = judge(folder, code, _since(begin), monitor.iteration)
+                code = follow(child, folder, plan, show_progress, deadline, monitor)
+            outcome = judge(folder, code, monitor.iteration)
             return monitor.corrected(outcome, set(failed_ranks(folder)))
     except KeyboardInterrupt:
-        write_status(folder, _ended(Status.CANCELLED, "Ctrl-C", begin))
+        cancelled = RunStatus(status=Status.CANCELLED, evidence="Ctrl-C", seconds=_since(begin))
+        write_status(folder, cancelled)
         raise
     except TimeoutError:
-        return _ended(Status.TIMEOUT, f"longer than {timeout_s:.0f} s", begin)
+        return RunStatus(status=Status.TIMEOUT, evidence=f"longer than {timeout_s:.0f} s")
     except Hang as hang:
-        return replace(hang.outcome, seconds=_since(begin))
+        (outcome,) = hang.args
+        return outcome
 
 
 def _require_ready(folder: Path, plan: Plan, resume: bool) -> None:
@@ -151,8 +153,8 @@ def environment(processes: int) -> dict[str, str]:
         "TOKENIZERS_PARALLELISM": "false",
         **announced(),
     }
-    for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
-        changes[name] = str(max(1, cores // processes))
+    names = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
+    changes |= dict.fromkeys(names, str(max(1, cores // processes)))
     return process.environment(changes)
 
 
@@ -160,8 +162,7 @@ def prepare_data(plan: Path) -> list[str]:
     """Prepare the corpus of a plan's file in a child process (it may import torch), and try out its
     own layer; the prefixes of its pairs. ValueError with the child's last line where it fails.
     """
-    command = python("-m", "trilane_engine.data.corpus", str(plan))
-    done = process.run(command, environment(1))
+    done = process.run(python("-m", "trilane_engine.data.corpus", str(plan)), environment(1))
     if done.returncode != 0:
         last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
         # of a mistake in the plan it is the message
@@ -210,10 +211,6 @@ def forwarding_signals(child: Child) -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _ended(status: Status, evidence: str, begin: float) -> RunStatus:
-    return RunStatus(status=status, evidence=evidence, seconds=_since(begin))
-
-
 def _since(begin: float) -> float:
     return round(time.monotonic() - begin, 3)
 
@@ -230,12 +227,10 @@ def run_folder(plan: Path | str, reuse: bool = False) -> Path:
         return file.parent
     values = read_plan_values(plan)
     folder = file.with_name(f"{file.stem}-{name}" if name else file.stem)
-    read = plan_from_json(values)
-    if reuse and (folder / "plan.json").is_file() and Run(folder).plan == read:
+    if reuse and (folder / "plan.json").is_file() and Run(folder).plan == plan_from_json(values):
         return folder
     rule = f"would run in {folder}, which exists; move one of them"
     require(not folder.exists(), "plan", plan, rule)
     folder.mkdir()
-    text = json.dumps(values, indent=1) + "\n"
-    (folder / "plan.json").write_text(text, encoding="utf-8")
+    (folder / "plan.json").write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
     return folder

@@ -5,7 +5,6 @@ the log.
 import json
 import signal
 import tempfile
-from dataclasses import replace
 from pathlib import Path
 
 from trilane.logs.run import RunLog, read_log
@@ -16,22 +15,16 @@ SIGNALS = {-number.value: number.name for number in signal.Signals}
 
 
 class Hang(Exception):
-    """The run hangs; `outcome` names the suspected rank."""
-
-    def __init__(self, outcome: RunStatus) -> None:
-        super().__init__(outcome.evidence)
-        self.outcome = outcome
+    """The run hangs; the argument is its RunStatus, which names the suspected rank."""
 
 
-def judge(folder: Path, code: int, seconds: float, done: int = 0) -> RunStatus:
+def judge(folder: Path, code: int, done: int = 0) -> RunStatus:
     """The status by torchrun's exit code, its list of failed ranks and their last lines, and the
     log.
 
     `done` is the last iteration by the heartbeats.
     """
     written = known_status(folder)
-    if written:
-        written = replace(written, seconds=seconds)
     # where a disk stays full the engine cannot write its status.json
     evidence = f"iteration {done}; the disk was full, and holds no status.json"
     status = Status.STOPPED
@@ -45,9 +38,7 @@ def judge(folder: Path, code: int, seconds: float, done: int = 0) -> RunStatus:
             status = Status.KILLED
         name = "torchrun" if rank is None else f"rank {rank}"
         evidence = f"{name}: {how}{_last_line(folder, rank)}"
-    otherwise = RunStatus(
-        status=status, evidence=evidence, rank=rank, exit_code=code, seconds=seconds
-    )
+    otherwise = RunStatus(status=status, evidence=evidence, rank=rank, exit_code=code)
     return verdict(code=code, written=written, log=log, otherwise=otherwise)
 
 

@@ -86,7 +86,7 @@ class Dialect:
 
     def __post_init__(self) -> None:
         require_known("lines", self.lines, ("", "json", "block", "bar"))
-        require(bool(self.iteration), "iteration", "", "must have a pattern")
+        require(self.iteration, "iteration", "", "must have a pattern")
         for key in PATTERNS:
             try:
                 patterns = self.patterns(key)
@@ -193,7 +193,7 @@ def _column_of_group(name: str) -> Unit:
 def column_of(text: str) -> Unit:
     """Column and factors of "column unit"; ValueError for one that nothing reads."""
     name, _, unit = text.strip().partition(" ")
-    is_known = name in COLUMNS or bool(re.fullmatch(r"[a-z]\w*_(?:loss|norm)", name))
+    is_known = name in COLUMNS or re.fullmatch(r"[a-z]\w*_(?:loss|norm)", name)
     rule = f"is none of {', '.join(sorted(COLUMNS))}, nor a ..._loss or ..._norm"
     require(is_known, "column", name, rule)
     require(unit in UNITS, "unit", unit, f"is none of {', '.join(filter(None, UNITS))}")

@@ -71,7 +71,7 @@ class Place(NamedTuple):
 def place_of(line: bytes) -> Place:
     """The place that a line prints, with nothing concluded."""
     if late := BARRIER.search(line):
-        ranks = _numbers(late[1])
+        ranks = numbers_of(late[1])
         return Place(rank=ranks[0] if len(ranks) == 1 else None)
     rank = RANK.search(line)
     head = line[:MAX_LINE]
@@ -83,12 +83,12 @@ def place_of(line: bytes) -> Place:
     task = TASK.search(line)
     return Place(
         rank=int(rank[rank.lastindex or 0]) if rank else None,
-        tasks=_numbers(task[task.lastindex or 0]) if task else (),
+        tasks=numbers_of(task[task.lastindex or 0]) if task else (),
         node=node,
     )
 
 
-def _numbers(text: bytes) -> tuple[int, ...]:
+def numbers_of(text: bytes) -> tuple[int, ...]:
     """The numbers of `0,4-7`."""
     numbers: list[int] = []
     for first, last in re.findall(rb"(\d+)(?:-(\d+))?", text):

@@ -24,8 +24,7 @@ from trilane.utils.tables import DataFrame, Table, show
 from trilane.utils.validation import shipped_json, shown
 from trilane.workspace.status import Status, known_status
 
-INTEGERS = ["iteration", "train_iters", "consumed_samples", "consumed_tokens"]
-INTEGERS += ["global_batch_size", "skipped", "nan"]
+INTEGERS = shipped_json("log_words")["integers"]  # columns of whole numbers
 UNREAD = "holds no iteration line (docs/guides/my-logs.md has how to read another trainer's)"
 LABELS = shipped_json("log_words")["labels"]  # columns, and how names of their numbers look
 SHOWN = 10  # iterations that a notebook shows of a log

@@ -46,8 +46,7 @@ class NumericTable:
             first = float(texts[0]) * multiplier / divisor
             if self.columns[name] == first and texts.count(texts[0]) == len(rows):
                 continue
-            numbers = self.numbers(name)
-            numbers.extend([float(text) * multiplier / divisor for text in texts])
+            self.numbers(name).extend([float(text) * multiplier / divisor for text in texts])
         for name in self.columns.keys() - {*names}:
             self.numbers(name).extend([NAN] * len(rows))
         self.rows += len(rows)

@@ -74,8 +74,7 @@ def write_offline(table: DataFrame, folder: Path) -> None:
     """Write the iterations as an offline run of Weights & Biases into `folder`."""
     wandb = _library("wandb")
     folder.mkdir(parents=True)
-    quiet = wandb.Settings(silent=True)
-    run = wandb.init(mode="offline", dir=folder, settings=quiet)
+    run = wandb.init(mode="offline", dir=folder, settings=wandb.Settings(silent=True))
     for step, values in _scalars(table):
         run.log(values, step=step)
     run.finish()

@@ -39,5 +39,4 @@ def _markdown_tables(lines: Sequence[str]) -> list[Table]:
 
 
 def _cells(line: str) -> list[str]:
-    inner = line.strip().removeprefix("|").removesuffix("|")
-    return [cell.strip() for cell in inner.split("|")]
+    return [cell.strip() for cell in line.strip().removeprefix("|").removesuffix("|").split("|")]

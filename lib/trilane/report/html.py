@@ -17,6 +17,7 @@ import vl_convert
 from nbconvert import HTMLExporter
 
 from trilane.report.plots.style import MIME, VERSION
+from trilane.utils.files import read_text
 from trilane.utils.tables import Html, Json, short
 from trilane.utils.validation import DATA
 from trilane.workspace.installation import checkout, stamp
@@ -53,7 +54,7 @@ def notebook_html(executed: Path) -> str:
         "title": title(notebook),
         "headings": {},
         "about": _about(notebook, executed),
-        "css": (REPORT / "report.css").read_text(encoding="utf-8"),
+        "css": read_text(REPORT / "report.css"),
         "policy": POLICY,
         "script": "",
         # whose print has to fit a sheet
@@ -133,8 +134,7 @@ def script() -> tuple[str, str]:
     """Vega's script with ours, which draws the figures of a report, and its source for a
     Content-Security-Policy.
     """
-    ours = (REPORT / "charts.js").read_text(encoding="utf-8")
-    text = vl_convert.javascript_bundle(ours, vl_version=VERSION)
+    text = vl_convert.javascript_bundle(read_text(REPORT / "charts.js"), vl_version=VERSION)
     return text, f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
 
 
@@ -199,8 +199,7 @@ def title(notebook: Any) -> str:
 
 def parameters(notebook: Any) -> Json:
     """Those with which it was executed, by name."""
-    given = notebook.metadata.get("papermill", {}).get("parameters", {})
-    return given
+    return notebook.metadata.get("papermill", {}).get("parameters", {})
 
 
 def state(notebook: Any) -> str:

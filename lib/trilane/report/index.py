@@ -4,12 +4,11 @@ from pathlib import Path
 from typing import Any
 
 import jinja2
-import pandas as pd
 
 from trilane.report.html import POLICY, REPORT, read_notebook, state, title
-from trilane.utils.files import replace_text
+from trilane.utils.files import read_text, replace_text
 from trilane.utils.folder_lock import FolderLock
-from trilane.utils.tables import Html, Text, short, show
+from trilane.utils.tables import Columns, Html, Text, short, show
 from trilane.workspace.installation import stamp
 from trilane.workspace.status import known_status
 from trilane.workspace.study import Study
@@ -23,8 +22,8 @@ def write_index(study: Study) -> Path:
     One process at a time does it, so that the last one lists what all have made.
     """
     environment = jinja2.Environment(undefined=jinja2.StrictUndefined, autoescape=True)
-    template = environment.from_string((REPORT / "page.html.j2").read_text(encoding="utf-8"))
-    css = Html((REPORT / "report.css").read_text(encoding="utf-8"))
+    template = environment.from_string(read_text(REPORT / "page.html.j2"))
+    css = Html(read_text(REPORT / "report.css"))
     heading = Html.of("Study “{}”", study.name)
     with FolderLock([study.folder], ".index.lock", "study").held(20.0):
         files = sorted(study.folder.iterdir())
@@ -33,15 +32,9 @@ def write_index(study: Study) -> Path:
         names = [path.name for path in files if path.suffix in (".json", ".csv")]
         parts = [
             Html.of("<h1>{}</h1>\n<h2>Notebooks</h2>", heading),
-            show(
-                pd.DataFrame(
-                    notebooks,
-                    columns=["Question", "Answer", "Picture", "Status", "Executed", "Copy"],
-                    dtype=object,
-                )
-            ),
+            _table("Question Answer Picture Status Executed Copy", notebooks),
             Html("<h2>Runs</h2>"),
-            show(pd.DataFrame(runs, columns=["Run", "Status", "Evidence", "Files"], dtype=object)),
+            _table("Run Status Evidence Files", runs),
             Html("<h2>Results</h2>"),
             Html.of("<p>{}</p>", Html.joined(" · ", [Html.link(name, name) for name in names])),
         ]
@@ -75,6 +68,10 @@ def _notebook_row(path: Path) -> list[object]:
     copy = Html.link(path.name, path.name)
     date = Html.of('<span style="white-space:nowrap">{}</span>', day)
     return [question, short(answer, 400), picture, _status(status), date, copy]
+
+
+def _table(heads: str, rows: list[list[object]]) -> Html:
+    return show(Columns.of_rows(heads.split(), rows).columns)
 
 
 def _first(outputs: list[Any], kind: str) -> str:

@@ -87,8 +87,7 @@ def distribute(chosen: Sequence[str], given: Mapping[str, object]) -> dict[str, 
     values: dict[str, Json] = {name: {} for name in chosen}
     for name, fields in declared.items():
         for field in fields.keys() & given:
-            kind = fields[field]["inferred_type_name"]
-            values[name][field] = typed(field, given[field], kind)
+            values[name][field] = typed(field, given[field], fields[field]["inferred_type_name"])
     return values
 
 
@@ -123,9 +122,8 @@ def _execute(name: str, executed: Path, values: Json) -> None:
     with folder as sockets, mock.patch.dict(os.environ, inherited, clear=True):  # which restores it
         # a port of TCP could be used by everybody on a shared node; a folder for each kernel, or
         # two share files
-        manager = {"transport": "ipc", "ip": f"{sockets}/kernel"}
         options = {
-            "config": Config(KernelManager=manager),
+            "config": Config(KernelManager={"transport": "ipc", "ip": f"{sockets}/kernel"}),
             # modules of the current folder would go before ours
             "extra_arguments": ["--InteractiveShellApp.ignore_cwd=True"],
             "stdout_file": sys.stderr,

@@ -15,21 +15,14 @@ from trilane.slurm.copies import USED_BY as CODE
 from trilane.utils.files import read_text
 from trilane.utils.folder_lock import FolderLock
 from trilane.utils.tables import one_line
+from trilane.utils.validation import shipped_json
 from trilane.workspace.checkpoints import name_of
 from trilane.workspace.ledger import age_s
 from trilane.workspace.run import Run, put_aside
 from trilane.workspace.status import RunStatus, Status, verdict, write_status
 
 # what SLURM itself knows of an end; FAILED is no reason
-REASONS = {
-    "TIMEOUT": Status.TIME_LIMIT,
-    "DEADLINE": Status.TIME_LIMIT,
-    "OUT_OF_MEMORY": Status.HOST_MEMORY,
-    "NODE_FAIL": Status.NODE_FAILURE,
-    "BOOT_FAIL": Status.NODE_FAILURE,
-    "CANCELLED": Status.CANCELLED,
-    "PREEMPTED": Status.PREEMPTED,
-}
+REASONS = shipped_json("ends")["slurm_reasons"]
 # why SLURM started no task, or not where it should; not that one has failed
 SLURM_SAYS = re.compile(
     r"^(?:srun|slurmstepd): error: (?!.*(?:task|Exited|Terminat|Killed|STEP \d))(.+)", re.M
@@ -113,7 +106,7 @@ def finished(run: Run) -> str:
     limits = run.plan.run
     if run.iteration < limits.goal:
         return ""
-    has_last = run.newest is not None and run.newest.name == name_of(limits.goal)
+    has_last = run.newest and run.newest.name == name_of(limits.goal)
     if limits.saves_at_end and not run.is_completed and not has_last:
         return ""
     return f"done: iteration {run.iteration} of {limits.goal} is reached"

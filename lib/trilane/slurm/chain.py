@@ -95,8 +95,7 @@ def links(plan: Plan, stages: Sequence[Stage], folder: Path) -> list[Plan]:
                 last = 0
             run = replace(plan.run, load=load, start_iteration=first, exit_iteration=last)
             label = f"{plan.label}-{len(plans) + 1}-n{stage.nodes}"
-            dp = stage.replicas(plan)
-            plans.append(plan.replace(label=label, run=run, dp=dp, mbs=stage.mbs))
+            plans.append(plan.replace(label=label, run=run, dp=stage.replicas(plan), mbs=stage.mbs))
     return plans
 
 

@@ -14,7 +14,7 @@ from trilane.utils.files import hash_of
 from trilane.utils.frozen import frozen
 from trilane.utils.process import run
 from trilane.utils.tables import short
-from trilane.utils.validation import require
+from trilane.utils.validation import require, shipped_json
 
 JOB_ID = re.compile(r"\d+")
 # between two tries: a restarted controller is back within their sum
@@ -23,20 +23,7 @@ DELAYS_S = (1.0, 2.0, 4.0, 8.0)
 ANSWER_S = 60.0
 # neither squeue nor sacct knows the job, as on a cluster without accounting after a while
 FORGOTTEN = "FORGOTTEN"
-ENDED = (
-    "COMPLETED",
-    "FAILED",
-    "CANCELLED",
-    "TIMEOUT",
-    "NODE_FAIL",
-    "OUT_OF_MEMORY",
-    "BOOT_FAIL",
-    "DEADLINE",
-    "PREEMPTED",
-    "REVOKED",
-    "LAUNCH_FAILED",
-    "RECONFIG_FAIL",
-)
+ENDED = shipped_json("ends")["slurm_ended"]
 QUEUED = ("id", "state", "reason", "elapsed", "nodes", "name", "folder")
 AWAY = re.compile(
     r"unable to contact slurm controller|connection (refused|reset)|timed out|"
@@ -101,7 +88,7 @@ def call(command: Sequence[str], *, cwd: Path | None = None, again: bool = True)
     controller stays unreachable, ValueError where the command is not installed.
     """
     rule = "is not installed here; `trilane train` trains on this machine"
-    require(shutil.which(command[0]) is not None, "slurm", command[0], rule)
+    require(shutil.which(command[0]), "slurm", command[0], rule)
     delays = [0.0]
     if again:
         delays += DELAYS_S
@@ -172,10 +159,9 @@ def sbatch(
             pass
         else:
             # as ID[;CLUSTER], in the last line: a site's own sbatch may print others
-            last = printed.strip().rpartition("\n")[2]
-            job = last.partition(";")[0].strip()
+            job = printed.strip().rpartition("\n")[2].partition(";")[0].strip()
             rule = f"printed {job[:400]!r}, no job id; {look}"
-            require(JOB_ID.fullmatch(job) is not None, "slurm", "sbatch", rule)
+            require(JOB_ID.fullmatch(job), "slurm", "sbatch", rule)
             return job
         try:
             accepted = [job for job in states((), [name]) if job not in known]

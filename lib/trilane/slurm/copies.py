@@ -63,8 +63,7 @@ def freeze(home: Path) -> Path:
                 shutil.copytree(root, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
             sums = _sums(copy)
             target = code / hash_of(sums)
-            is_whole = read_text(target / "SHA256SUMS") == sums
-            if not is_whole or _sums(target) != sums:
+            if read_text(target / "SHA256SUMS") != sums or _sums(target) != sums:
                 (copy / "SHA256SUMS").write_text(sums)
                 (copy / "REVISION").write_text(f"{revision()}\n")
                 shutil.rmtree(target, ignore_errors=True)

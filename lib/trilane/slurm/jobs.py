@@ -314,13 +314,12 @@ def _verdict(run: Run, job: JobState) -> RunStatus:
         return RunStatus(status=Status.RUNNING, evidence=evidence, exclude=",".join(nodes))
     # the files in the folder are of the last job that started, ended or was refused there
     events = run.events("started", "ended", "refused")
-    is_last = bool(events) and events[-1]["id"] == job.id
+    is_last = events and events[-1]["id"] == job.id
     if written and not is_last and written.status is not Status.COMPLETED:
         written = None
     scheduler = None
     if job.state in attempt.REASONS:
-        reason = attempt.REASONS[job.state]
-        scheduler = RunStatus(status=reason, evidence=f"SLURM: {job.state}")
+        scheduler = RunStatus(status=attempt.REASONS[job.state], evidence=f"SLURM: {job.state}")
     log = None
     if is_last and not written and not scheduler:
         log = last_log(run.folder)

@@ -49,7 +49,7 @@ def _require_once(script: str, site: Site) -> None:
         rule = f"the script sets {name} itself; use the site's or the job's own field"
         require(name not in own, f"site.{field}", word, rule)
     for name in site.env:
-        is_own = re.search(rf"\b{name}=", script) is not None
+        is_own = re.search(rf"\b{name}=", script)
         require(not is_own, "site.env", name, "is set by the script itself")
 
 

@@ -26,9 +26,6 @@ from trilane.utils.validation import (
 )
 
 SHIPPED = DATA / "sites"
-# of bash and of the scripts; a line of setup may extend the paths
-OWN_VARIABLES = ("PATH", "PYTHONPATH", "PYTHONSAFEPATH", "IFS", "UID", "EUID", "PPID")
-OWN_PREFIXES = ("SLURM_", "SBATCH_", "SRUN_", "TRILANE_")
 # chdir, gid, uid and wrap, however abbreviated; what bash or each program of a job would load
 OTHER_CODE = re.compile(
     r"(?:^--(?:ch|gi|ui|wr)\w*|\b(?:BASH_ENV|ENV|LD_PRELOAD|LD_AUDIT|SHELLOPTS|BASHOPTS))(?==|$)"
@@ -43,7 +40,7 @@ def require_form(form: str, name: str, text: str) -> None:
     """
     require_line(name, text)
     pattern, rule = shipped_json("forms")[form]
-    require(re.fullmatch(pattern, text, re.ASCII) is not None, name, repr(text), rule)
+    require(re.fullmatch(pattern, text, re.ASCII), name, repr(text), rule)
 
 
 def _require_rules(values: Any, prefix: str = "") -> None:
@@ -153,11 +150,10 @@ class Site:
 
     def _require_words(self) -> None:
         """ValueError for variables, shell lines and options that are none."""
-        rule = "is set by the script, by bash or by SLURM; extend a path in a line of setup"
+        own, rule = shipped_json("forms")["own variable"]
         for name, value in self.env.items():
             require_form("variable", "site.env", name)
-            is_own = name in OWN_VARIABLES or name.startswith(OWN_PREFIXES)
-            require(not is_own, "site.env", name, rule)
+            require(not re.fullmatch(own, name), "site.env", name, rule)
             require_line(f"site.env.{name}", value)
         for number, line in enumerate(self.setup, 1):
             require_line(f"site.setup, line {number}", line)
@@ -248,7 +244,7 @@ class JobRequest(Record):
         pattern = r"(?:(\d{1,4})-)?(\d{1,4}):(\d\d):(\d\d)"
         match = re.fullmatch(pattern, self.time_limit, re.ASCII)
         rule = "must be [DAYS-]HH:MM:SS, such as 20:00:00 or 1-12:00:00"
-        require(match is not None, "time_limit", repr(self.time_limit), rule)
+        require(match, "time_limit", repr(self.time_limit), rule)
         assert match
         days, hours, minutes, seconds = (int(part or 0) for part in match.groups())
         return ((24 * days + hours) * 60 + minutes) * 60 + seconds

@@ -56,11 +56,11 @@ class StudyRuns(Table):
     @cached_property
     def findings(self) -> dict[str, list[JobFinding]]:
         """The findings of the pre-flight check by the names of the runs that are not completed."""
-        found = {}
-        for run in self.runs:
-            if not run.is_completed:
-                found[run.folder.name] = check_job(run.plan, self.site, self.request, run)
-        return found
+        return {
+            run.folder.name: check_job(run.plan, self.site, self.request, run)
+            for run in self.runs
+            if not run.is_completed
+        }
 
     def check(self) -> Columns:
         """The findings as a table: a row for each of a run."""
@@ -168,8 +168,7 @@ def prepare_runs(
         )
         own = {"engine": engine or before.engine, "optimizer": optimizer}
         plan = before.replace(data=data, run=limits, **own)
-        files = script.files(plan, of_script, request)
-        folder, _ = study.run_folder(plan, files, jobs.active_jobs)
+        folder, _ = study.run_folder(plan, script.files(plan, of_script, request), jobs.active_jobs)
         runs.append(Run(folder))
     why = tuple(reasons.values())
     return StudyRuns(study=study, site=where, request=request, runs=tuple(runs), reasons=why)
@@ -180,7 +179,7 @@ def read_plans(path: Path) -> list[Json]:
     plans = read_json(path, "plans")
     if isinstance(plans, dict):
         plans = plans.get("plans")
-    is_list = isinstance(plans, list) and bool(plans)
+    is_list = isinstance(plans, list) and plans
     are_plans = is_list and all(isinstance(plan, dict) for plan in plans)
     require(are_plans, "plans", path, "must be a list of plans, or hold one as `plans`")
     return list(plans)

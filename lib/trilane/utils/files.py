@@ -53,8 +53,7 @@ def json_lines(text: str) -> list[Json]:
     """The JSON objects in the lines of a text; lines that a killed process or a crash damaged are
     skipped.
     """
-    objects = map(json_object, text.split("\n"))
-    return [values for values in objects if values is not None]
+    return [values for values in map(json_object, text.split("\n")) if values is not None]
 
 
 def json_object(text: str) -> Json | None:
@@ -63,8 +62,7 @@ def json_object(text: str) -> Json | None:
         values = json.loads(text.strip("\0"))
     except (ValueError, RecursionError):  # a number of over 4300 digits is a ValueError too
         return None
-    is_damaged = "\ufffd" in text  # half a character
-    if isinstance(values, dict) and not is_damaged:
+    if isinstance(values, dict) and "\ufffd" not in text:  # half a character
         return values
     return None
 

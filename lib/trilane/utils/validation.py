@@ -26,7 +26,7 @@ LARGEST_INTEGER = 1 << 63  # numpy and torch have 64 bits
 PLAIN = {int: "a whole number", float: "a number", str: "text", bool: "true or false"}
 
 
-def require(ok: bool, field: str, value: object, rule: str) -> None:
+def require(ok: object, field: str, value: object, rule: str) -> None:
     """Raise ValueError("field=value: rule") unless `ok`."""
     if not ok:
         raise ValueError(f"{field}={shown(value)}: {rule}")
@@ -59,7 +59,7 @@ def require_path(field: str, value: str) -> None:
 def require_label(field: str, value: str) -> None:
     """Raise ValueError unless `value` can be the name of a folder."""
     require_path(field, value)
-    ok = bool(value) and value == value.strip() and "/" not in value and not value.startswith(".")
+    ok = value and value == value.strip() and "/" not in value and not value.startswith(".")
     rule = "must be a plain folder name (no slash, no dot in front, no blank at an end)"
     require(ok and len(value.encode()) <= 200, field, repr(value), f"{rule} of at most 200 bytes")
 
@@ -274,7 +274,8 @@ def print_refusal(error: ValueError, prefix: str = "") -> None:
     HostError.
     """
     rank = os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0"))
+    where = ""
     if isinstance(error, HostError):
-        print(f"{prefix}rank {rank} on {platform.node()}: {error}", file=sys.stderr, flush=True)
-    elif rank == "0":
-        print(f"{prefix}{error}", file=sys.stderr, flush=True)
+        where = f"rank {rank} on {platform.node()}: "
+    if where or rank == "0":
+        print(f"{prefix}{where}{error}", file=sys.stderr, flush=True)

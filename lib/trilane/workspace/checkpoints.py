@@ -57,11 +57,8 @@ def complete(folder: Path) -> list[Path]:
     """
     if (folder / "manifest.json").exists():
         return [folder]
-    return sorted((path for path in folder.glob("iter_*") if _is_complete(path)), key=iteration_of)
-
-
-def _is_complete(path: Path) -> bool:
-    return re.fullmatch(r"iter_\d{7,}", path.name) is not None and path.is_dir()
+    paths = [path for path in folder.glob("iter_*") if re.fullmatch(r"iter_\d{7,}", path.name)]
+    return sorted(filter(Path.is_dir, paths), key=iteration_of)
 
 
 def found_in(source: Path) -> list[Path]:

@@ -39,8 +39,7 @@ def candidates(folder: Path, plan: Plan) -> list[Path]:
     checkpoints = complete(folder / FOLDER)
     if plan.run.load and not checkpoints:
         checkpoints = found_in(Path(plan.run.load))
-        rule = "holds no complete checkpoint"
-        require(bool(checkpoints), "run.load", plan.run.load, rule)
+        require(checkpoints, "run.load", plan.run.load, "holds no complete checkpoint")
     return checkpoints[::-1]
 
 

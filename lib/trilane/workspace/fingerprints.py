@@ -50,10 +50,10 @@ def hashed(generators: Json) -> dict[str, str]:
     """Each random number generator's state as a hash; those of "tracked" by their own names."""
     states = dict(generators)
     states |= states.pop("tracked", {})
-    hashes = {}
-    for name, state in states.items():
-        hashes[name] = hashlib.blake2b(state.encode(), digest_size=8).hexdigest()
-    return hashes
+    return {
+        name: hashlib.blake2b(state.encode(), digest_size=8).hexdigest()
+        for name, state in states.items()
+    }
 
 
 def must_decay(name: str, dims: int = 2) -> bool:
@@ -189,8 +189,7 @@ class Part:
         require(all(inside) and 0 < len(inside) < 4, "part", self.name, "is damaged")
 
     def to_json(self) -> Json:
-        marks = {kind: mark.to_json() for kind, mark in self.marks.items()}
-        return {**vars(self), "marks": marks}
+        return {**vars(self), "marks": {kind: mark.to_json() for kind, mark in self.marks.items()}}
 
 
 def whole_parts(replicas: Sequence[Part]) -> list[Part]:

@@ -36,11 +36,11 @@ def ask(ranks: Path, wanted: Iterable[int]) -> dict[int, int]:
     }
 
 
-def collect(ranks: Path, asked: dict[int, int], stacks: Path, patience_s: float = 8.0) -> None:
-    """Copy the dumps that the asked ranks write in that time into `stacks`: torch polls once a
+def collect(ranks: Path, asked: dict[int, int], stacks: Path) -> None:
+    """Copy the dumps that the asked ranks write within 8 s into `stacks`: torch polls once a
     second, then formats.
     """
-    end = time.monotonic() + patience_s
+    end = time.monotonic() + 8.0
     sizes = dict.fromkeys(asked, 0)
     while sizes and time.monotonic() < end:
         time.sleep(0.2)

@@ -127,14 +127,10 @@ def own_beats(folder: Path, env: Mapping[str, str] | None = None) -> dict[int, H
     for path in sorted(paths):
         if path.stem in starts:
             with contextlib.suppress(OSError, ValueError):
-                beat = _read_record(path)
-                beats[beat.rank] = beat
+                values = json_object(read_text(path)) or {}
+                rank = int(path.suffix[1:])
+                beats[rank] = from_mapping(Heartbeat, {**values, "rank": rank}, "heartbeat")
     return beats
-
-
-def _read_record(path: Path) -> Heartbeat:
-    values = json_object(path.read_text(encoding="utf-8")) or {}
-    return from_mapping(Heartbeat, {**values, "rank": int(path.suffix[1:])}, "heartbeat")
 
 
 def remove_records(folder: Path, env: Mapping[str, str]) -> None:

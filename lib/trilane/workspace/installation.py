@@ -17,8 +17,7 @@ def package() -> Path:
 
 def packages() -> list[Path]:
     """The folders of trilane and of the packages beside it."""
-    names = ("trilane", "trilane_diagnose", "trilane_engine")
-    return [package().with_name(name) for name in names]
+    return [package().with_name(name) for name in ("trilane", "trilane_diagnose", "trilane_engine")]
 
 
 def checkout() -> Path | None:

@@ -4,7 +4,7 @@ import functools
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from trilane.utils.files import json_object, read_text
 from trilane.utils.frozen import frozen
@@ -93,9 +93,9 @@ class Grid:
         return sorted(self._by_rank)
 
     @functools.cached_property
-    def sizes(self) -> tuple[int, ...]:
-        """tp, pp and dp."""
-        return tuple(1 + max(getattr(place, axis) for place in self.places) for axis in COORDINATES)
+    def stages(self) -> int:
+        """How many stages the pipeline has."""
+        return 1 + max(place.pp for place in self.places)
 
     @property
     def nodes(self) -> dict[str, list[int]]:
@@ -117,29 +117,15 @@ class Grid:
         place = self._by_rank[rank]
         if axis in self.AXES:
             return self._groups[self._key(axis if self.known else "world", place)]
-        stages = {
-            "next": (place.pp + 1,),
-            "previous": (place.pp - 1,),
-            "embedding": (0, -1),
-        }[axis]
+        stages = {"next": [place.pp + 1], "previous": [place.pp - 1], "embedding": [0, -1]}[axis]
         # interleaved pipelines wrap around: the first stage follows the last
-        numbers = [stage % self.sizes[1] for stage in stages]
+        numbers = [stage % self.stages for stage in stages]
         members = [other for other in self.group("pp", rank) if self._by_rank[other].pp in numbers]
         return frozenset([*members, rank])
 
     def _key(self, axis: str, place: GridPlace) -> tuple[str, tuple[int, ...]]:
         fixed = [name for name in COORDINATES if name not in self.AXES[axis]]
         return axis, tuple(getattr(place, name) for name in fixed)
-
-
-def shared(places: Sequence[Any]) -> list[str]:
-    """The coordinates that all of these have in common, such as "tp 0"."""
-    words = []
-    for axis in COORDINATES:
-        numbers = {getattr(place, axis) for place in places}
-        if len(numbers) == 1:
-            words.append(f"{axis} {numbers.pop()}")
-    return words
 
 
 def asked(tp: int, pp: int, dp: int, gpus_per_node: int = USUAL_GPUS_PER_NODE) -> Grid | None:
@@ -189,8 +175,7 @@ def with_hosts(grid: Grid, hosts: Sequence[str], width: int, known: Known) -> Gr
 
 def unknown(ranks: Iterable[int], gpus_per_node: int) -> Grid:
     """The grid of a job of unknown topology: ranks 0 to the highest of `ranks`."""
-    grid = regular(1, 1, max(ranks, default=0) + 1, gpus_per_node)
-    return replace(grid, known=False)
+    return replace(regular(1, 1, max(ranks, default=0) + 1, gpus_per_node), known=False)
 
 
 def from_json(values: Json) -> Grid | None:

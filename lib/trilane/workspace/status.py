@@ -11,7 +11,7 @@ from typing import Any
 
 from trilane.utils.files import FULL, replace_text
 from trilane.utils.frozen import frozen
-from trilane.utils.validation import from_mapping, read_json, require_known
+from trilane.utils.validation import from_mapping, read_json
 
 
 class Status(StrEnum):
@@ -85,7 +85,6 @@ class RunStatus:
     exclude: str = ""
 
     def __post_init__(self) -> None:
-        require_known("status", self.status, tuple(Status))
         object.__setattr__(self, "status", Status(self.status))
 
 

@@ -54,7 +54,7 @@ class Study(Record):
     """
 
     def __init__(self, name: str):
-        plain = re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,79}", str(name)) is not None
+        plain = re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,79}", str(name))
         require(plain, "study", repr(name), "must be a plain folder name (letters, digits, . _ -)")
         self.name = name
         self.folder = outputs_root() / name
@@ -104,8 +104,7 @@ class Study(Record):
         is damaged.
         """
         path = self.folder / name
-        rule = f"has no {name} yet; run {made_by} first"
-        require(path.exists(), "study", self.name, rule)
+        require(path.exists(), "study", self.name, f"has no {name} yet; run {made_by} first")
         values = read_object(path, "study file", **fields)
         self.read[name] = hashlib.sha256(path.read_bytes()).hexdigest()[:10]
         return values
@@ -245,6 +244,6 @@ def run_folders(names: Iterable[str]) -> list[Path]:
             folders.append(path)
             continue
         below = sorted(plan.parent for plan in path.glob("**/plan.json"))
-        require(bool(below), "run", name, "no run folder there, and no study of that name")
+        require(below, "run", name, "no run folder there, and no study of that name")
         folders += below
     return folders

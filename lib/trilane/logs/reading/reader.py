@@ -168,9 +168,8 @@ class Reader:
         """
         if dialect.every("end", line):
             self._end()
-            level = endings.Level.PLANNED
             self._runs.run.add_ending(
-                endings.reported(level, Status.COMPLETED, line, self._runs.run.rows)
+                endings.reported(endings.Level.PLANNED, Status.COMPLETED, line, self._runs.run.rows)
             )
         elif evaluations := dialect.every("validation", line):
             self._end()

@@ -34,8 +34,12 @@ def predicted_over_measured(result: Backtest, what: str = "seconds") -> Figure |
     `what` is "seconds" (per iteration) or "memory" (GiB of a first-stage GPU).
     """
     columns = ["sec_per_it", "sec_pred"]
+    unit = "seconds per iteration"
+    scale = "log"
     if what == "memory":
         columns = ["mem_gib", "mem_gib_pred"]
+        unit = "GiB"
+        scale = "linear"
     runs = result.runs.dropna(subset=columns)
     if runs.empty:
         return Text.of("No row has its {}.", what)
@@ -47,8 +51,6 @@ def predicted_over_measured(result: Backtest, what: str = "seconds") -> Figure |
     values = runs[columns].to_numpy()
     ends = [values.min(), values.max()]
     axes.plot(ends, ends, color=INK, lw=0.8, ls="--", label="predicted = measured")
-    unit = "GiB" if what == "memory" else "seconds per iteration"
-    scale = "linear" if what == "memory" else "log"
     names = {"xlabel": f"measured ({unit})", "ylabel": f"predicted ({unit})"}
     finished(axes, "", xscale=scale, yscale=scale, **names)
     return drawn

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from trilane.utils.tables import middle, one_line
+from trilane.utils.validation import shipped_json
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -13,17 +14,9 @@ MIME = "application/vnd.vegalite.v5+json"  # the newest that JupyterLab 4.6 draw
 # The newest Vega-Lite of vl_convert, for reports and pictures: it draws specifications of version 5
 # without a warning.
 VERSION = "6.4"
-# charts.js replaces these by brighter ones on dark paper
-COLORS = ("#14618a", "#e07a1f", "#2a9d67", "#a23b72", "#7b8a97", "#c9a227", "#5d4a99", "#b3261e")
+LOOK = shipped_json("report/look")
+COLORS = LOOK["colors"]
 LIMIT, INK = "#b3261e", "#1b2530"  # of a limit; of a diagonal or a whisker
-LOOK = {
-    "figure.dpi": 110,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.grid": True,
-    "grid.color": "#e3e8ec",
-    "axes.axisbelow": True,
-}
 
 
 def figure(width: float = 8.0, height: float = 3.6, columns: int = 1) -> tuple["Figure", Any]:
@@ -32,8 +25,7 @@ def figure(width: float = 8.0, height: float = 3.6, columns: int = 1) -> tuple["
 
     # loaded within the context below, it would show no figure of the user's own
     plt.switch_backend(plt.get_backend())
-    look: Any = LOOK
-    with plt.rc_context(look):
+    with plt.rc_context(LOOK["settings"]):
         drawn, axes = plt.subplots(1, columns, figsize=(width, height), layout="constrained")
     plt.close(drawn)
     return drawn, axes
