@@ -107,7 +107,7 @@ def bisect(plan: Plan, axes: tuple[str, ...], run: Runner) -> Report:
     is tried, then the middle of the remaining interval: 2 + log2(n) jobs. Assumes that what hangs
     also hangs when larger; for an intermittent hang repeat the search.
     """
-    trials: list[Trial] = []
+    trials = []
 
     def works(axis: str, value: int) -> bool:
         status = Status(run(changed(plan, axis, value)))

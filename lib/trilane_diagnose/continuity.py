@@ -3,7 +3,7 @@ logs do not show.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import ClassVar, NamedTuple
@@ -19,7 +19,7 @@ from trilane.utils.tables import DataFrame, Record, one_line
 from trilane.utils.validation import shipped_json
 
 # Quantities and causes in words.
-WORDS: Mapping[str, str] = shipped_json("restart_causes")
+WORDS = shipped_json("restart_causes")
 ZERO_IS_A_VALUE = ("learning_rate", "consumed_samples")
 LEAST, MOST = 1e-18, 1e18  # numbers outside are damaged
 ONCE = 4.0  # of robust noise: a restart is one place, where SIGMAS is for ten thousand lines
@@ -319,7 +319,7 @@ def _moved(restart: Boundary, column: Column) -> tuple[float, float]:
     return float(past.tail(3).median()), 0.0 if is_noise else rise
 
 
-RULES: Mapping[str, Callable[[Boundary, Column], Found | None]] = {
+RULES = {
     "learning_rate": _rate,
     "consumed_samples": _consumed,
     "global_batch_size": _batch,

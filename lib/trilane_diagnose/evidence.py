@@ -12,8 +12,7 @@ from trilane.utils.frozen import frozen
 from trilane.utils.tables import short
 from trilane.utils.validation import require, require_folder
 from trilane.workspace import rank_grid
-from trilane.workspace.place import Known
-from trilane.workspace.rank_grid import Grid
+from trilane.workspace.rank_grid import Grid, Known
 from trilane_diagnose.flight_recorder import Recording, read_recording
 from trilane_diagnose.stacks import Dump, patterns, read_faults, read_pyspy
 
@@ -142,7 +141,7 @@ class _Files:
         self.width = max(map(len, trainers.values()), default=0)
         # numbers are no names
         names = hosts if excluded(hosts) else []
-        ranks_of: dict[str, list[int]] = {}
+        ranks_of = {}
         width = self.width
         if grid:
             grid = rank_grid.with_hosts(grid, names, self.width, self.order)

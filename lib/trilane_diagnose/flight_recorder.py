@@ -158,7 +158,7 @@ def _in_order(calls: list[Call]) -> tuple[Call, ...]:
     # Of a batch (batch_isend_irecv) only the entry `nccl:coalesced` that closes it is timed, the
     # others stay "scheduled" (torch/distributed/flight_recorder/components/utils.py,
     # find_coalesced_group).
-    finished = set[str]()
+    finished = set()
     backwards = []
     for call in reversed(calls):
         is_passed = call.state == "scheduled" and call.group in finished

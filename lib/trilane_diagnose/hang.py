@@ -11,8 +11,7 @@ from trilane.utils.frozen import frozen
 from trilane.utils.numbers import ranges
 from trilane.utils.tables import DataFrame, Json, Record, Table, as_json, grouped
 from trilane.utils.validation import shipped_json
-from trilane.workspace.place import Known
-from trilane.workspace.rank_grid import Grid, asked, from_json
+from trilane.workspace.rank_grid import Grid, Known, asked, from_json
 from trilane.workspace.study import Study
 from trilane_diagnose.evidence import Evidence, read_folder
 from trilane_diagnose.stacks import Dump, read_pyspy
@@ -174,7 +173,7 @@ def study_hang(study: Study, dumps: str = "", tp: int = 0, pp: int = 0, dp: int 
         return diagnose_hang(hung[-1])
     example = shipped_json("examples/hang")
     grid = from_json(example["topology"])
-    assert grid is not None
+    assert grid
     dump_of: dict[int, Dump] = {}
     for stack in example["stacks"].values():
         lines = ['Thread 1 (active): "MainThread"', *(f"    {frame}" for frame in stack["frames"])]
@@ -204,12 +203,8 @@ def _groups(found: Conditions, suspects: Suspects) -> list[Group]:
 
 def _alike(found: Conditions, ranks: Iterable[int]) -> list[list[int]]:
     """Ranks by their kind and stack, or by what they do where there is none."""
-
-    def key(rank: int) -> tuple[object, ...]:
-        condition = found[rank]
-        return condition.kind, condition.key or condition.text
-
-    return list(grouped(sorted(ranks), key).values())
+    groups = grouped(sorted(ranks), lambda r: (found[r].kind, found[r].key or found[r].text))
+    return list(groups.values())
 
 
 def _paragraph(evidence: Evidence, found: Conditions, suspects: Suspects) -> str:
@@ -224,8 +219,7 @@ def _paragraph(evidence: Evidence, found: Conditions, suspects: Suspects) -> str
     others = [r for r, own in found.items() if own.wait and r not in suspects.reasons]
     if others:
         most = max(_alike(found, others), key=len)
-        wait = found[most[0]].wait
-        parts.append(f"{len(most)} of {len(found)} ranks wait {wait}")
+        parts.append(f"{len(most)} of {len(found)} ranks wait {found[most[0]].wait}")
     return "; ".join(parts)
 
 

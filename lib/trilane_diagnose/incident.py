@@ -15,7 +15,7 @@ from trilane_diagnose.hang import diagnose_hang
 
 LOGS = (".log", ".out", ".err", ".gz")
 Row = dict[str, str]  # of SLURM's accounting
-WEAK = (Status.CANCELLED, Status.CRASHED, Status.COMPLETED, Status.RUNNING, Status.WAITING)
+WEAK = shipped_json("ends")["weak"]  # statuses, less than what a log shows
 STATES = attempt.REASONS | shipped_json("ends")["slurm_others"]
 NOWHERE = ("", "None assigned")  # of a job that never ran
 # slurmstepd's signal where it cannot start a script, in a column of its own or in the reason
@@ -69,8 +69,8 @@ def _read_files(folder: Path) -> tuple[list[RunLog], list[Row]]:
     """The last run of each log in the folder, and the rows of SLURM's accounting."""
     if (folder / "plan.json").is_file():
         return [read_run_folder(folder)], []
-    logs: list[RunLog] = []
-    accounts: list[Row] = []
+    logs = []
+    accounts = []
     for path in sorted(filter(Path.is_file, folder.rglob("*"))):
         try:
             with path.open(encoding="utf-8", errors="replace") as file:

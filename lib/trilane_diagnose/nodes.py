@@ -65,10 +65,7 @@ def choose(
     rule = f"the plan needs {count} nodes, and {len(left)} of the job's {len(nodes)} are left"
     require(len(left) >= count, "nodes", ",".join(left) or "none", f"{rule}: {reasons}")
 
-    def slowness(node: str) -> float:
-        return -slow[node][0] if node in slow else -1.0
-
-    best = sorted(left, key=slowness)[:count]
+    best = sorted(left, key=lambda node: -slow.get(node, (1.0, ""))[0])[:count]
     left_out = dict(broken)
     for node, (_, reason) in slow.items():
         if node not in best:
@@ -187,7 +184,7 @@ def _carry_out(folder: Path, response: Response, evidence: str, count: int) -> N
             job_id(),
             verdict=response.verdict,
             action=response.action,
-            again=response.again,
+            again=response.action in ("spare", "same"),  # inside the same job
             nodes=response.nodes,
             iteration=iteration(folder),
             says=str(response),
@@ -224,7 +221,7 @@ def _at_fault(
             broken = test(left).broken
             if set(broken) & set(trained):
                 return "broken node", broken
-    suspects: list[str] = []
+    suspects = []
     if outcome.status is Status.HANG:
         for report in read_reports(folder):
             if outcome.rank in [beat.rank for beat in report.ranks]:
@@ -251,7 +248,7 @@ def only_dead_are_left(folder: Path, lines: Iterable[str]) -> bool:
     nodes = training_nodes(folder) or job_nodes()
     tasks = int(os.environ.get("SLURM_NTASKS_PER_NODE") or 1)
     ended = Counter[str]()  # tasks by node
-    dead: list[str] = []
+    dead = []
     for failed in filter(None, map(FAILED_TASKS.match, lines)):
         if not ended:
             dead = unreachable(nodes)

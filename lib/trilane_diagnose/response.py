@@ -5,7 +5,6 @@
 import json
 import os
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any
 
 from trilane.utils.frozen import frozen
 from trilane.utils.validation import require, require_known, shipped_json
@@ -29,11 +28,6 @@ class Response:
     action: str
     nodes: tuple[str, ...] = ()
 
-    @property
-    def again(self) -> bool:
-        """Whether the training starts again inside the same job."""
-        return self.action in ("spare", "same")
-
     def __str__(self) -> str:
         without = f", without {', '.join(self.nodes)}" if self.nodes else ""
         return f"{self.verdict}: {ACTIONS[self.action]}{without}"
@@ -50,7 +44,7 @@ def require_responses(name: str, changed: Mapping[str, Sequence[str]]) -> None:
 def actions(verdict: str) -> list[str]:
     """What may follow a verdict, in order, by the table and the site's changes in the job's
     environment."""
-    changed: Any = json.loads(os.environ.get(CHANGED_BY) or "{}")
+    changed = json.loads(os.environ.get(CHANGED_BY) or "{}")
     require(isinstance(changed, dict), CHANGED_BY, changed, "must be a JSON object")
     require_responses(CHANGED_BY, changed)
     return changed.get(verdict) or shipped_json("responses")[verdict]["then"]
@@ -80,13 +74,13 @@ def decide(
     if len(training) > 1 and training <= set(nodes):
         nodes = ()
     has_spares = len(trained) > 0 and len(left) - len(nodes) >= len(trained)
-    for action in actions(verdict):
-        if action == "same" and "same" not in tried:
-            return Response(verdict=verdict, action=action)
-        if action == "spare" and nodes and has_spares:
-            return Response(verdict=verdict, action=action, nodes=nodes)
-        if action == "requeue" and nodes and may_requeue:
-            return Response(verdict=verdict, action=action, nodes=nodes)
-        if action == "stop":
-            break
-    return Response(verdict=verdict, action="stop", nodes=nodes)
+    can_do = {
+        "same": "same" not in tried,
+        "spare": nodes and has_spares,
+        "requeue": nodes and may_requeue,
+        "stop": True,
+    }
+    action = next(filter(can_do.get, actions(verdict)), "stop")
+    if action == "same":
+        nodes = ()
+    return Response(verdict=verdict, action=action, nodes=nodes)

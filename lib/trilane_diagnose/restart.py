@@ -80,7 +80,7 @@ def compare_restart(before: Path | str, after: Path | str) -> RestartComparison:
     holds no state, is damaged, or holds another model.
     """
     findings: list[RestartFinding] = []
-    compared: list[str] = []
+    compared = []
     notes: list[str] = []
     for one, two in pairs(Path(before), Path(after)):
         a = read_snapshot(one)
@@ -146,11 +146,9 @@ def merged(findings: Iterable[RestartFinding]) -> list[RestartFinding]:
     difference.
     """
 
-    def key(finding: RestartFinding) -> tuple[str, str]:
-        return finding.kind.replace("reset", "not-restored"), finding.tensor
-
     joined = []
-    for same in grouped(findings, key).values():
+    kinds = grouped(findings, lambda f: (f.kind.replace("reset", "not-restored"), f.tensor))
+    for same in kinds.values():
         worst = max(same, key=lambda finding: (finding.kind == "reset", finding.size or 0.0))
         holders = {holder.rank: holder for finding in same for holder in finding.ranks}
         joined.append(replace(worst, ranks=tuple(holders[rank] for rank in sorted(holders))))
@@ -232,7 +230,7 @@ def _settings(a: Snapshot, b: Snapshot) -> Findings:
     """What is of no tensor: samples and generators, Adam's step and settings, loss scale, learning
     rate.
     """
-    holders: dict[int | None, Holder] = {holder.rank: holder for holder, _ in b.held}
+    holders = {holder.rank: holder for holder, _ in b.held}
     for (kind, rank, name), old in a.facts.items():
         # generators start again in another layout, and samples belong to other ranks
         if rank is not None and a.layout != b.layout:

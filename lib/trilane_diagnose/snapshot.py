@@ -132,12 +132,12 @@ class Snapshot:
 
 def read_snapshot(state: State) -> Snapshot:
     """The snapshot of a state; ValueError where a file is damaged."""
-    prints: list[Json] = []
-    held: list[Held] = []
+    prints = []
+    held = []
     for path in sorted(state.path.glob(PRINTS)):
         with _whole(path):
             values = json.loads(path.read_text(encoding="utf-8"))
-            holder = Holder(**{axis: int(values[axis]) for axis in ("rank", "tp", "pp", "dp")})
+            holder = Holder(**{axis: int(values[axis]) for axis in ("rank", *COORDINATES)})
             held += [(holder, part_from_json(part)) for part in values["parts"]]
             prints.append(values)
     folder = state.path.parent
@@ -164,13 +164,11 @@ def _facts(prints: list[Json]) -> Facts:
     first = prints[0]
     # A rank that updates no parameters, as some may with many replicas, has taken no steps.
     scalars = max((values["scalars"] for values in prints), key=lambda scalars: scalars["step"])
-    once: dict[str, Any] = dict(scalars)
+    once = dict(scalars)
     if first["next_lr"] is not None:
         once["the next learning rate"] = float(first["next_lr"])
     once |= {name: first["optimizer"].get(name) for name in SETTINGS}
-    facts: dict[tuple[str, int | None, str], Any] = {
-        ("optimizer", None, name): value for name, value in once.items()
-    }
+    facts = {("optimizer", None, name): value for name, value in once.items()}
     facts["data", None, "the number of consumed samples"] = first["consumed_samples"]
     for values in prints:
         rank = values["rank"]

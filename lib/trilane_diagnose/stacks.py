@@ -65,8 +65,7 @@ def frame(function: str, file: str, line: str | int) -> Frame:
     path = file[-LONGEST_NAME:].rpartition("site-packages/")[2]
     # Tools shorten paths differently: the last three parts below site-packages are common to all.
     end = "/".join(path.split("/")[-3:])
-    number = int(line) if str(line).isdecimal() else 0
-    return Frame(name.rpartition(".")[2] or name, end, number)
+    return Frame(name.rpartition(".")[2] or name, end, int(line) if str(line).isdecimal() else 0)
 
 
 class Thread(NamedTuple):
@@ -113,16 +112,15 @@ def _main_thread(started: Sequence[Thread]) -> Thread | None:
     """The main one of the threads that Python's threading did not start."""
     # faulthandler names no thread, and cuts a deep stack after a hundred frames, so that its root
     # is missing
-    for thread in started:
-        if thread.name == "MainThread":
+    for is_main in (
+        lambda thread: thread.name == "MainThread",
+        lambda thread: thread.frames[-1].function in STARTS_PROGRAM,
+        _waits_for_engine,
+        lambda thread: thread.is_current,
+    ):
+        for thread in filter(is_main, started):
             return thread
-    for thread in started:
-        if thread.frames[-1].function in STARTS_PROGRAM:
-            return thread
-    for thread in started:
-        if _waits_for_engine(thread):
-            return thread
-    return next((thread for thread in started if thread.is_current), None)
+    return None
 
 
 def _waits_for_engine(thread: Thread) -> bool:
@@ -142,7 +140,7 @@ def read_pyspy(text: str) -> list[Dump]:
     """The processes in the text of `py-spy dump`s on one host, in order; of a process that is there
     twice the last.
     """
-    dumps: dict[str, Dump] = {}
+    dumps = {}
     # Where no line names the processes, each main thread begins one.
     if re.search(r"(?m)^Process \d", text):
         begin = r"Process \d"

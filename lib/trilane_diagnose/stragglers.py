@@ -49,8 +49,8 @@ def read_phase_times(folder: Path) -> tuple[Grid, dict[int, dict[str, float]]]:
     import pandas as pd
 
     require_folder("folder", folder)
-    medians: dict[int, dict[str, float]] = {}
-    hosts: dict[int, str] = {}
+    medians = {}
+    hosts = {}
     for path in sorted((folder / "ranks").glob("*.phases")):
         lines = [line for line in json_lines(read_text(path)) if _are_seconds(line.get("seconds"))]
         if lines and path.stem.isdigit():

@@ -89,8 +89,8 @@ class _Graph:
         Taken are the groups with the fewest, but at least one, members absent from that line; among
         equals the largest.
         """
-        axes: dict[int, str] = {}
-        sites = defaultdict[object, list[int]](list)
+        axes = {}
+        sites = defaultdict(list)
         for rank, wait in self.waits.items():
             # A group of one does not wait: then the names mislead, or the topology is another.
             if wait.axis == OTHER or (wait.axis and len(self.grid.group(wait.axis, rank)) > 1):
@@ -110,7 +110,7 @@ class _Graph:
     def _edges(self) -> Edges:
         """For each waiting rank, the members of its group that are not in the same collective."""
         recorded = self._recorded_edges()
-        edges: Edges = {}
+        edges = {}
         for rank in self.found:
             if rank in recorded:
                 edges[rank] = recorded[rank]
@@ -138,7 +138,7 @@ class _Graph:
 
     def _recorded_edges(self) -> Edges:
         """The edges to the members that never entered the recorded call, or entered another."""
-        edges: Edges = {}
+        edges = {}
         for rank, recording in self.evidence.recordings.items():
             call = recording.waiting
             if call is None or self.found[rank].kind in HARD:
@@ -234,8 +234,7 @@ class _Graph:
         if MINORITY * len(few) > len(cycle):
             few = []
         which = "" if few and self.grid.known else WHICH
-        named = few or waits
-        return {rank: f"{waits[rank]}, others in another{which}" for rank in sorted(named)}
+        return {rank: f"{waits[rank]}, others in another{which}" for rank in sorted(few or waits)}
 
     def _in_other_steps(self, cycle: set[int]) -> Reasons:
         """The ranks of a cycle in another iteration than most, if they are a minority."""
@@ -254,7 +253,7 @@ class _Graph:
             if rank in targets and recording and recording.waiting:
                 call = recording.waiting
                 own = self.evidence.recordings.get(rank)
-                if own is not None and not own.knows(call.group):
+                if own and not own.knows(call.group):
                     return f"others wait for it in {call}; whether it came {OPEN}"
                 return f"others wait for it in {call}"
         return f"{self.found[rank].text}, others wait for it in another collective"
@@ -271,7 +270,7 @@ def _fewest(kinds: Mapping[int, tuple[object, ...]]) -> list[int]:
 
 def reaching(edges: Edges, targets: Iterable[int]) -> set[int]:
     """The ranks from which a path of edges leads to one of the targets."""
-    back = defaultdict[int, set[int]](set)
+    back = defaultdict(set)
     for rank, others in edges.items():
         for other in others:
             back[other].add(rank)

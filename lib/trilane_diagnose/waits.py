@@ -144,8 +144,9 @@ def _by_stack(rank: int, evidence: Evidence) -> Condition:
     wait = wait_of(frames)
     if wait:
         return Condition(kind="waiting", text=f"in {wait.op}", frames=frames, wait=wait)
-    work = _first_match("purposes", frames[:INNER]) or _first_match("calls", frames[:INNER])
-    text = work or _first_match("parts", frames[:INNER]) or "outside communication"
+    inner = frames[:INNER]
+    work = _first_match("purposes", inner) or _first_match("calls", inner)
+    text = work or _first_match("parts", inner) or "outside communication"
     # what waits for a GPU has released the GIL
     on_host = bool(work) or dump.owns_gil
     if evidence.grid[rank].state == "D":

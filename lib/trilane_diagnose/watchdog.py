@@ -29,7 +29,6 @@ from trilane.workspace.heartbeat import (
     remove_records,
     start_id,
 )
-from trilane.workspace.pace import RESTART
 from trilane.workspace.status import RunStatus, Status, known_status, write_status
 from trilane_diagnose.capture import OTHERS_S, capture, capture_here, hosts_in
 from trilane_diagnose.hang import diagnose_hang
@@ -128,8 +127,8 @@ class HangMonitor:
         rank = None
         where = ""
         exclude = ""
-        others: list[NodeReport] = []
-        answered: set[str] = set()
+        others = []
+        answered = set()
         try:
             stacks = capture(self._folder, self._plan)
             answered = hosts_in(stacks)
@@ -203,7 +202,7 @@ class Slowness:
 
     def _cancel(self) -> None:
         """Take back the request to start again on other nodes."""
-        if read_text(self._folder / "save", 100) == RESTART:
+        if read_text(self._folder / "save", 100) == pace.RESTART:
             (self._folder / "save").unlink(missing_ok=True)
 
     def _place(self, usual: Heartbeat, own: Mapping[int, Heartbeat], start: str) -> str:
@@ -245,7 +244,7 @@ class Slowness:
         spares = [f"spare {number}" for number in range(self._spares())]
         response = decide("slow node", trained=every, left=[*every, *spares], blamed=nodes)
         if response.action in ("spare", "requeue"):
-            replace_text(self._folder / "save", RESTART)
+            replace_text(self._folder / "save", pace.RESTART)
             return f"; it saves now; {response}"
         return f"; no spare is left: submit it again with --exclude={','.join(sorted(nodes))}"
 

@@ -16,8 +16,7 @@ from dumps import pyspy_text, topology, write_all
 from support import REPOSITORY, in_browser, known_machine, small_cluster, uncounted
 
 from trilane.report import notebook
-from trilane.report.html import script
-from trilane.report.index import write_index
+from trilane.report.html import script, write_index
 from trilane.report.notebook import notebook_names
 from trilane.utils.validation import DATA, to_mapping
 from trilane.workspace.study import Study

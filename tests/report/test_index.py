@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from markup import Page
 
-from trilane.report.index import write_index
+from trilane.report.html import write_index
 from trilane.workspace.study import Study
 
 

@@ -17,8 +17,8 @@ from trilane.config.plan import Plan
 from trilane.config.training import Data, Optimizer
 from trilane.config.training import Run as Limits
 from trilane.costmodel.predict import predict
-from trilane.slurm import checks, client, preflight
-from trilane.slurm.checks import REFUSAL, WARNING, JobFinding
+from trilane.slurm import client, preflight
+from trilane.slurm.preflight import REFUSAL, WARNING, JobFinding
 from trilane.slurm.script import SCRIPT, render
 from trilane.slurm.sites import JobRequest, Site, site
 from trilane.utils.validation import to_mapping
@@ -37,7 +37,7 @@ def folder(tmp_path, monkeypatch) -> Path:
     monkeypatch.setattr(client, "is_installed", lambda: True)
     monkeypatch.setattr(client, "require_answer", lambda: None)
     monkeypatch.setattr(client, "test_only", lambda script: None)
-    monkeypatch.setattr(checks.shutil, "disk_usage", lambda _: SimpleNamespace(free=1e15))
+    monkeypatch.setattr(preflight.shutil, "disk_usage", lambda _: SimpleNamespace(free=1e15))
     (tmp_path / "run").mkdir()
     return tmp_path / "run"
 
@@ -185,7 +185,7 @@ def test_what_the_nodes_lack_is_refused(folder, monkeypatch):
     assert missing.message.startswith("data=gpt2: no such file")
     for free, wanted in ((30e9, [REFUSAL]), (60e9, [])):
         usage = SimpleNamespace(free=free)
-        monkeypatch.setattr(checks.shutil, "disk_usage", lambda _, usage=usage: usage)
+        monkeypatch.setattr(preflight.shutil, "disk_usage", lambda _, usage=usage: usage)
         assert levels(findings(folder, plan()), "disk") == wanted
     completed = RunStatus(status="completed", evidence="", rank=None, exit_code=0, seconds=1.0)
     write_status(folder, completed)

@@ -14,7 +14,7 @@ from slurm_cluster import REQUEST, SITE, plan, run_folder
 
 from trilane.config.plan import Plan, read_plan
 from trilane.launch import local
-from trilane.slurm import checks, client
+from trilane.slurm import client, preflight
 from trilane.slurm.preflight import check_job, refused
 from trilane.workspace import prepared_corpora
 from trilane.workspace.run import Run
@@ -78,7 +78,7 @@ def test_the_check_refuses_a_corpus_that_all_nodes_would_wait_for(corpus: Path, 
     large = {str(corpus): 40_000_000_000}
     for name, answer in (("is_installed", True), ("require_answer", None), ("test_only", "")):
         monkeypatch.setattr(client, name, lambda *_, answer=answer: answer)  # as on a login node
-    monkeypatch.setattr(checks, "unprepared", lambda *_: large)
+    monkeypatch.setattr(preflight, "unprepared", lambda *_: large)
     (found,) = (f for f in refused(check_job(p, SITE, REQUEST, Run(folder))) if f.rule == "corpus")
     assert (
         "40 GB of text are not prepared, and 1 nodes would wait" in found.message

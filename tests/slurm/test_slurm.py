@@ -41,8 +41,7 @@ from trilane.config.plan import Plan
 from trilane.launch import local
 from trilane.logs.run import read_log
 from trilane.slurm import chain, client, copies, jobs, script, study_runs
-from trilane.slurm.checks import REFUSAL
-from trilane.slurm.preflight import check_job
+from trilane.slurm.preflight import REFUSAL, check_job
 from trilane.utils.validation import to_mapping
 from trilane.workspace import installation, ledger
 from trilane.workspace import run as attempts

@@ -169,14 +169,14 @@ def measure_all(
     """
     runs = []
     unread = []
-    logs = [log for path in paths for log in below(Path(path))]
-    for path in logs:
-        try:
-            runs += measure_path(path, gpu)
-        except OSError as error:
-            unread.append(f"log={path}: {error.strerror}")
-        except ValueError as error:
-            unread.append(str(error))
+    for root in paths:
+        for path in below(Path(root)):
+            try:
+                runs += measure_path(path, gpu)
+            except OSError as error:
+                unread.append(f"log={path}: {error.strerror}")
+            except ValueError as error:
+                unread.append(str(error))
     return runs, unread
 
 

@@ -13,14 +13,13 @@ from trilane.config.plan import Plan
 from trilane.logs.checks import median
 from trilane.logs.run import RunLog
 from trilane.utils.frozen import frozen
-from trilane.utils.tables import Json
 from trilane.utils.validation import shipped_json
 
 # Names of one argument, the most reliable first: Megatron's, those of 2020, DeepSpeed's, the
 # Trainer's; words of Megatron, its forks (PositionEmbeddingType.alibi) and
 # GPT-NeoX for one way of a shape; arguments of models that are no dense decoder with attention over
 # the whole sequence.
-NAMES: Json = shipped_json("log_arguments")
+NAMES = shipped_json("log_arguments")
 OFF = ("None", "False", "0", "1", "")  # Megatron-DeepSpeed prints [1] for no experts
 
 

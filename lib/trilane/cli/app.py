@@ -29,7 +29,7 @@ from trilane.utils.process import install_command
 from trilane.utils.tables import one_line, printable
 from trilane.utils.validation import require, shipped_json, shown
 
-GROUPS: dict[str, str] = shipped_json("commands")["groups"]
+GROUPS = shipped_json("commands")["groups"]
 
 
 class Group(click.Group):

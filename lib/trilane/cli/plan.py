@@ -39,7 +39,7 @@ SEQUENCE = option(
 PLAN = option(None, argument="[PLAN]")
 OR_SHAPE = option("", f"without PLAN: {SHAPE}")
 OR_ENGINE = option("", f"what trains it; default: {ENGINES[0]}", choices=ENGINES)
-CALIBRATION: Any = ForecastRequest.__dataclass_fields__["calibration"]
+CALIBRATION = ForecastRequest.__dataclass_fields__["calibration"]
 Choices = Annotated[dict[str, Any], Topology]
 
 

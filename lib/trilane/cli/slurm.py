@@ -11,7 +11,6 @@ from trilane.slurm import chain as chains
 from trilane.slurm import client, jobs, preflight, sites
 from trilane.slurm import script as scripts
 from trilane.slurm import study_runs as several
-from trilane.slurm.sites import JobRequest, Site
 from trilane.utils.frozen import frozen
 from trilane.utils.hooks import hook
 from trilane.utils.tables import Json, one_line
@@ -25,10 +24,12 @@ RUNS = option(argument="RUNS...")
 
 
 @frozen
-class Job(JobRequest):
+class Job(sites.JobRequest):
     """What a job asks for, of which site, and which findings are only warnings."""
 
-    site: Site = option(help=f"{', '.join(sites.catalogue())}, or a JSON file", read=sites.site)
+    site: sites.Site = option(
+        help=f"{', '.join(sites.catalogue())}, or a JSON file", read=sites.site
+    )
     allow: tuple[str, ...] = option((), "only warn of this rule; may be repeated", metavar="RULE")
 
 

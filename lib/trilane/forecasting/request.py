@@ -95,11 +95,10 @@ class ForecastRequest(Record):
 
     def __post_init__(self) -> None:
         plan = self.plan
-        usual_tokens = TOKENS_PER_PARAMETER * plan.shape.active_parameters
-        self._read("tokens", lambda text: parse_count("tokens", text), usual_tokens)
-        self._read("ramp", parse_ramp, plan.run.ramp)
-        self._read("start", lambda text: parse_day("start", text), datetime.now(UTC).date())
-        self._read("deadline", lambda text: parse_day("deadline", text), None)
+        self._read("tokens", parse_count, TOKENS_PER_PARAMETER * plan.shape.active_parameters)
+        self._read("ramp", lambda _, text: parse_ramp(text), plan.run.ramp)
+        self._read("start", parse_day, datetime.now(UTC).date())
+        self._read("deadline", parse_day, None)
         object.__setattr__(self, "calibration", constants_of(plan, self.calibration or ""))
         check(self)
         object.__setattr__(self, "risks", self._risks())
@@ -111,13 +110,13 @@ class ForecastRequest(Record):
         require((self.deadline or date.max) >= self.start, "deadline", self.deadline, rule)
         self.ramp.require_whole(plan.topology, self.phases)
 
-    def _read(self, name: str, read: Callable[[str], Any], default: Any) -> None:
+    def _read(self, name: str, read: Callable[[str, str], Any], default: Any) -> None:
         """Replace the text of a field by what it means, and nothing by the default."""
         value = getattr(self, name)
         if not value:
             object.__setattr__(self, name, default)
         elif isinstance(value, str):
-            object.__setattr__(self, name, read(value))
+            object.__setattr__(self, name, read(name, value))
 
     def _risks(self) -> FailureModel:
         """The risks, with the single values that are given; without either, evaluations are those

@@ -7,6 +7,7 @@ import json
 import os
 import secrets
 import signal
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -17,17 +18,20 @@ from typing import Any
 from trilane.config.engines import require_trainable
 from trilane.config.layer import layer_of
 from trilane.config.plan import Plan, locate_plan, plan_from_json, read_plan, read_plan_values
-from trilane.launch.follow import follow
 from trilane.launch.outcome import Hang, failed_ranks, judge
 from trilane.utils import process
+from trilane.utils.files import Appended, json_object
 from trilane.utils.hooks import hook
 from trilane.utils.process import Child, announced, held_port, interrupt, python
+from trilane.utils.tables import Json
 from trilane.utils.validation import require, require_known
 from trilane.workspace.continuation import require_continuable
 from trilane.workspace.installation import outputs_root
 from trilane.workspace.run import Run, is_started, put_aside
 from trilane.workspace.status import RunStatus, Status, write_status
 from trilane.workspace.study import Study
+
+POLL_S = 0.1
 
 
 def train_local(
@@ -52,13 +56,18 @@ def train_local(
     """
     folder = folder.resolve()
     plan = require_startable(folder)
-    _require_ready(folder, plan, resume)
+    require_continuable(folder, plan)
+    if resume:
+        rule = "holds the file `stop`; remove it to resume"
+        require(not (folder / "stop").exists(), "run folder", folder, rule)
+    else:
+        rule = "holds a run already; resume it, or use a new folder"
+        require(not is_started(folder), "run folder", folder, rule)
     begin = time.monotonic()
-    with held_port() as port:
-        put_aside(folder, keep=True)
-        outcome = _run(folder, plan, port, show_progress, begin, timeout_s)
-        outcome = replace(outcome, seconds=_since(begin))
-        write_status(folder, outcome)
+    put_aside(folder, keep=True)
+    outcome = _run(folder, plan, show_progress, begin, timeout_s)
+    outcome = replace(outcome, seconds=_since(begin))
+    write_status(folder, outcome)
     return outcome
 
 
@@ -99,17 +108,16 @@ def train(plan: Plan | Path | str, layer: Any = None, *, study: str = "python", 
 
 
 def _run(
-    folder: Path, plan: Plan, port: int, show_progress: bool, begin: float, timeout_s: float
+    folder: Path, plan: Plan, show_progress: bool, begin: float, timeout_s: float
 ) -> RunStatus:
     """Prepare the data and train; how it ended. Ctrl-C is recorded, and raised."""
     start = {"TRILANE_START": secrets.token_hex(8)}
     try:
         prepare_data(folder / "plan.json")
         monitor = hook("monitor")(folder, plan, start)
-        with contextlib.closing(monitor), torchrun(folder, plan, port, start) as child:
+        with contextlib.closing(monitor), torchrun(folder, plan, start) as child:
             with forwarding_signals(child):
-                deadline = begin + timeout_s
-                code = follow(child, folder, plan, show_progress, deadline, monitor)
+                code = follow(child, folder, plan, show_progress, begin + timeout_s, monitor)
             outcome = judge(folder, code, monitor.iteration)
             return monitor.corrected(outcome, set(failed_ranks(folder)))
     except KeyboardInterrupt:
@@ -121,19 +129,6 @@ def _run(
     except Hang as hang:
         (outcome,) = hang.args
         return outcome
-
-
-def _require_ready(folder: Path, plan: Plan, resume: bool) -> None:
-    """ValueError where a run must not start, or not resume, in that folder, or not from its
-    checkpoints.
-    """
-    require_continuable(folder, plan)
-    if resume:
-        rule = "holds the file `stop`; remove it to resume"
-        require(not (folder / "stop").exists(), "run folder", folder, rule)
-    else:
-        rule = "holds a run already; resume it, or use a new folder"
-        require(not is_started(folder), "run folder", folder, rule)
 
 
 def environment(processes: int) -> dict[str, str]:
@@ -172,7 +167,7 @@ def prepare_data(plan: Path) -> list[str]:
 
 
 @contextlib.contextmanager
-def torchrun(folder: Path, plan: Plan, port: int, start: dict[str, str]) -> Iterator[Child]:
+def torchrun(folder: Path, plan: Plan, start: dict[str, str]) -> Iterator[Child]:
     """torchrun over the plan's processes; ended, with its workers, after the block.
 
     `start` names this start of the run in its ranks' environment.
@@ -181,18 +176,18 @@ def torchrun(folder: Path, plan: Plan, port: int, start: dict[str, str]) -> Iter
     ranks.mkdir(exist_ok=True)
     processes = plan.topology.gpus
     command = python("-m", "trilane_engine.torchrun", str(ranks / "failures.json"))
-    command += ["--nnodes=1", f"--nproc-per-node={processes}"]
-    command += ["--master-addr=127.0.0.1", f"--master-port={port}"]
-    command += ["--module", "trilane_engine", str(folder / "plan.json")]
     env = {**environment(processes), "TRILANE_RANK_LOGS": str(ranks), **start}
-    with (ranks / "torchrun.log").open("ab") as log:
+    with held_port() as port, (ranks / "torchrun.log").open("ab") as log:
+        command += ["--nnodes=1", f"--nproc-per-node={processes}"]
+        command += ["--master-addr=127.0.0.1", f"--master-port={port}"]
+        command += ["--module", "trilane_engine", str(folder / "plan.json")]
         # in its own process group: Ctrl-C reaches this process alone, which then ends the others in
         # order
         child = process.start(command, env, stdout=log, stderr=log, process_group=0)
-    try:
-        yield child
-    finally:
-        interrupt(child)
+        try:
+            yield child
+        finally:
+            interrupt(child)
 
 
 @contextlib.contextmanager
@@ -234,3 +229,89 @@ def run_folder(plan: Path | str, reuse: bool = False) -> Path:
     folder.mkdir()
     (folder / "plan.json").write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
     return folder
+
+
+def follow(
+    child: Child,
+    folder: Path,
+    plan: Plan,
+    show_progress: bool,
+    deadline: float,
+    monitor: Any,
+) -> int:
+    """Copy the ranks' output to run.log until the child ends; its exit code.
+
+    Raises TimeoutError after `deadline` (seconds of the monotonic clock), and what the check() of
+    the `monitor`, called each poll, raises; the child is ended then. Its news() are lines of the
+    log.
+    """
+    ranks = [Tail(folder / f"ranks/{rank}.log") for rank in range(plan.topology.gpus)]
+    steps = Tail(folder / "steps.jsonl")
+    log = Appended(folder / "run.log")
+    log.write(b"")  # it exists from the start
+
+    def copy(rest: bool = False) -> None:
+        text = ""
+        for tail in ranks:
+            text += "".join(f"{line}\n" for line in tail.lines(rest))
+        if text:
+            log.write(text.encode())
+
+    try:
+        while True:
+            code = child.poll()
+            copy()
+            for line in steps.lines():
+                step = json_object(line)
+                if step and show_progress:
+                    print_fifth(plan, step)
+            if code is not None:
+                return code
+            monitor.check()
+            if text := monitor.news():
+                log.write(f"trilane: {text}\n".encode())
+            if time.monotonic() > deadline:
+                raise TimeoutError
+            time.sleep(POLL_S)
+    finally:
+        # torchrun ends its workers without a save; until they end the ranks train on, and print it
+        interrupt(child)
+        copy(rest=True)
+
+
+def print_fifth(plan: Plan, step: Json) -> None:
+    """Print a record of steps.jsonl to stderr, five of a run."""
+    done = step["iteration"]
+    goal = plan.run.train_iters
+    if done % max(1, goal // 5) == 0:
+        facts = f"loss {step['lm_loss']:.3f}, {step['sec_per_it']:.3f} s/it"
+        print(f"{plan.label}: {done}/{goal}, {facts}", file=sys.stderr, flush=True)
+
+
+class Tail:
+    """New lines of a file that another process writes, and that may not exist yet."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._at = 0
+        self._rest = b""
+
+    def lines(self, rest: bool = False) -> list[str]:
+        """The whole lines added since the last call; with `rest` also an unfinished last one."""
+        # opened at each call: on NFS only this asks the server for what other hosts added
+        try:
+            with self._path.open("rb") as file:
+                # replaced by a shorter one: a resumed run cuts steps.jsonl
+                if file.seek(0, os.SEEK_END) < self._at:
+                    self._at = 0
+                    self._rest = b""
+                file.seek(self._at)
+                new = file.read()
+        except (FileNotFoundError, IsADirectoryError):
+            new = b""
+        self._at += len(new)
+        whole, end, self._rest = (self._rest + new).rpartition(b"\n")
+        if rest:
+            whole += end + self._rest
+            self._rest = b""
+        return whole.decode("utf-8", "replace").splitlines()

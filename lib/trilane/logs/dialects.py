@@ -173,7 +173,7 @@ def _compiled(patterns: tuple[str, ...]) -> tuple[re.Pattern[bytes], ...]:
 
 
 def _groups(match: re.Match[bytes]) -> list[Span]:
-    spans: list[Span] = []
+    spans = []
     for name, text in match.groupdict(b"").items():
         column, multiplier, divisor = _column_of_group(name)
         begin, end = match.span(name)

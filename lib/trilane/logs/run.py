@@ -9,7 +9,6 @@ import numpy as np
 
 from trilane.logs import checks, endings
 from trilane.logs.arguments import Value
-from trilane.logs.checks import MOST_NUMBER, Problem
 from trilane.logs.dialects import dialects
 from trilane.logs.endings import Ending, Level
 from trilane.logs.places import Place, excluded, place_of
@@ -70,7 +69,7 @@ class RunLog(Table):
     endings: tuple[Ending, ...] = ()
     collectives: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
-    problems: tuple[Problem, ...] = ()
+    problems: tuple[checks.Problem, ...] = ()
     resumes: tuple[tuple[int, DataFrame], ...] = ()
 
     def summary(self) -> str:
@@ -91,7 +90,7 @@ class RunLog(Table):
         if self.iterations.empty:
             return None
         number = float(self.iterations["iteration"].iloc[place])
-        if abs(number) < MOST_NUMBER:
+        if abs(number) < checks.MOST_NUMBER:
             return int(number)
         return None
 
@@ -144,7 +143,11 @@ def _finish(run: PartialRun, path: Path) -> RunLog:
     }
     end = _end(run)
     iterations = run.iterations.arrays(INTEGERS)
-    _learn_places(run)
+    # what its arguments and its last iteration show of the ranks' places
+    world = run.arguments.get("world_size")
+    run.places.world = world if isinstance(world, int) else 0
+    run.places.has_launchers |= b"[default" in run.last_line[:40]
+    run.places.see(place_of(run.last_line), run.last_line)
     place = run.places.resolve(end.place)
     hosts = end.hosts or tuple(filter(None, [place.node]))
     return RunLog(
@@ -177,15 +180,6 @@ def _unread(line: bytes, columns: set[str]) -> Iterator[str]:
             label = re.search(pattern.encode(), line)
             if label:
                 yield f"not read: {endings.text(label[0])}"
-
-
-def _learn_places(run: PartialRun) -> None:
-    """Give the places of the run's ranks what its arguments and its last iteration show of them."""
-    places = run.places
-    world = run.arguments.get("world_size")
-    places.world = world if isinstance(world, int) else 0
-    places.has_launchers |= b"[default" in run.last_line[:40]
-    places.see(place_of(run.last_line), run.last_line)
 
 
 def _end(run: PartialRun) -> Ending:

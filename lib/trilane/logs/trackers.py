@@ -15,7 +15,7 @@ from trilane.utils.tables import DataFrame
 from trilane.utils.validation import require, require_file, shipped_json
 
 # column -> tags of programs; the first is Megatron-LM's, and that which is written
-TAGS: dict[str, list[str]] = shipped_json("log_words")["tags"]
+TAGS = shipped_json("log_words")["tags"]
 
 
 def _library(name: str) -> Any:

@@ -80,7 +80,7 @@ class Watchdogs:
         """
         named = {rank for group, rank in self.timeouts if group}
         groups = {group for group, rank in self.timeouts if group or rank not in named}
-        same: defaultdict[tuple[str, bool, str], list[int]] = defaultdict(list)
+        same = defaultdict(list)
         for (group, rank), counts in self.counts.items():
             if group in groups and (group or rank not in named):
                 work = self.timeouts.get((group, rank), "")

@@ -1,5 +1,5 @@
-"""The report of a notebook: one HTML file that loads nothing, in which text from files is never
-markup.
+"""The report of a notebook and the index of a study: HTML files that load nothing, in which text
+from files is never markup.
 """
 
 import base64
@@ -10,6 +10,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import jinja2
 import mistune
 import nbformat
 import nh3
@@ -17,10 +18,13 @@ import vl_convert
 from nbconvert import HTMLExporter
 
 from trilane.report.plots.style import MIME, VERSION
-from trilane.utils.files import read_text
-from trilane.utils.tables import Html, Json, short
-from trilane.utils.validation import DATA
+from trilane.utils.files import read_text, replace_text
+from trilane.utils.folder_lock import FolderLock
+from trilane.utils.tables import Columns, Html, Json, Text, short, show
+from trilane.utils.validation import DATA, shipped_json
 from trilane.workspace.installation import checkout, stamp
+from trilane.workspace.status import known_status
+from trilane.workspace.study import Study
 
 REPORT = DATA / "report"
 # The pages load nothing, and run no script but the one that draws their figures (by its hash); CSP
@@ -30,17 +34,8 @@ POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'; "
 POLICY += "base-uri 'none'; form-action 'none'"
 
 KINDS = ("text/html", "text/markdown", "image/png", "text/plain")  # of an output, that a page shows
-# of an output's HTML
-TAGS = (
-    "a b br code details div em i img mark p pre span strong summary table tbody td th thead tr wbr"
-)
-ATTRIBUTES = {
-    "*": {"class", "style", "width", "colspan", "rowspan", "border"},
-    "a": {"href"},
-    "img": {"src"},
-}
-STYLES = "background-color line-height min-width text-align white-space"
-ADDRESSES = {"href": r"[\w.%~-]+", "src": r"data:image/png;base64,[\w+/=\s]+"}
+ALLOWED = shipped_json("report/allowed")
+PICTURE = '<img class="small" alt="its first figure" src="data:image/png;base64,{}">'
 
 
 def notebook_html(executed: Path) -> str:
@@ -170,11 +165,11 @@ def plain_html(text: str) -> str:
     """
     return nh3.clean(
         text,
-        tags={*TAGS.split()},
+        tags={*ALLOWED["tags"]},
         clean_content_tags={"style"},  # of a DataFrame
-        attributes=ATTRIBUTES,
+        attributes={tag: {*names} for tag, names in ALLOWED["attributes"].items()},
         attribute_filter=_attribute,
-        filter_style_properties={*STYLES.split()},
+        filter_style_properties={*ALLOWED["styles"]},
         url_schemes={"data"},
         link_rel=None,
     )
@@ -182,7 +177,7 @@ def plain_html(text: str) -> str:
 
 def _attribute(tag: str, name: str, value: str) -> str | None:
     """The value of an attribute; None where it leads out of the study's folder."""
-    pattern = ADDRESSES.get(name)
+    pattern = ALLOWED["addresses"].get(name)
     if pattern is None or re.fullmatch(pattern, value):
         return value
     return None
@@ -230,3 +225,84 @@ def read_notebook(path: Path) -> Any:
     except Exception as error:
         raise ValueError(f"notebook={path}: is damaged ({short(str(error), 80)})") from None
     return notebook
+
+
+def write_index(study: Study) -> Path:
+    """Write the study's index.html: its notebooks, its runs with their status, its results.
+
+    One process at a time does it, so that the last one lists what all have made.
+    """
+    environment = jinja2.Environment(undefined=jinja2.StrictUndefined, autoescape=True)
+    template = environment.from_string(read_text(REPORT / "page.html.j2"))
+    css = Html(read_text(REPORT / "report.css"))
+    heading = Html.of("Study “{}”", study.name)
+    with FolderLock([study.folder], ".index.lock", "study").held(20.0):
+        files = sorted(study.folder.iterdir())
+        notebooks = [_notebook_row(path) for path in files if path.suffix == ".ipynb"]
+        runs = [_run_row(folder) for folder in study.run_folders()]
+        names = [path.name for path in files if path.suffix in (".json", ".csv")]
+        parts = [
+            Html.of("<h1>{}</h1>\n<h2>Notebooks</h2>", heading),
+            _table("Question Answer Picture Status Executed Copy", notebooks),
+            Html("<h2>Runs</h2>"),
+            _table("Run Status Evidence Files", runs),
+            Html("<h2>Results</h2>"),
+            Html.of("<p>{}</p>", Html.joined(" · ", [Html.link(name, name) for name in names])),
+        ]
+        body = Html.joined("\n", parts)
+        page = {"css": css, "body": body, "policy": Html(POLICY), "title": heading}
+        return replace_text(study.folder / "index.html", template.render(page, stamp=stamp()))
+
+
+def _notebook_row(path: Path) -> list[object]:
+    """Question, answer (its first sentence), first figure, status, day and executed copy of a
+    notebook.
+    """
+    heading = path.stem
+    status = "damaged"
+    answer = ""
+    day = ""
+    picture = ""
+    try:
+        notebook = read_notebook(path)
+        status = state(notebook)
+        heading = title(notebook)
+        day = str(notebook.metadata.get("papermill", {}).get("end_time") or "")[:10]
+        outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
+        answer = Text(_first(outputs, "text/markdown")).plain
+        if png := _first(outputs, "image/png"):
+            picture = Html.of(PICTURE, png)
+    except (ValueError, TypeError, AttributeError, LookupError):
+        pass
+    report = path.with_suffix(".html")
+    question = Html.link(heading, report.name) if report.exists() else heading
+    copy = Html.link(path.name, path.name)
+    date = Html.of('<span style="white-space:nowrap">{}</span>', day)
+    return [question, short(answer, 400), picture, _status(status), date, copy]
+
+
+def _table(heads: str, rows: list[list[object]]) -> Html:
+    return show(Columns.of_rows(heads.split(), rows).columns)
+
+
+def _first(outputs: list[Any], kind: str) -> str:
+    """The first output of that type that is no HTML; empty where there is none."""
+    found = [output["data"][kind] for output in outputs if kind in output.get("data", {})]
+    return next((text for text in found if not text.startswith("<")), "")
+
+
+def _run_row(folder: Path) -> list[object]:
+    """Name, status, its evidence, and the files of a run."""
+    written = known_status(folder)
+    status = "not started"
+    evidence = ""
+    if written:
+        status = str(written.status)
+        evidence = written.evidence
+    names = sorted(path.name for path in folder.glob("[!.]*") if path.is_file())
+    links = Html.joined(" ", [Html.link(name, "runs", folder.name, name) for name in names])
+    return [folder.name, _status(status), short(evidence), links]
+
+
+def _status(status: str) -> Html:
+    return Html.of('<span class="status-{}">{}</span>', status, status)

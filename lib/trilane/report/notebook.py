@@ -15,8 +15,7 @@ import papermill
 from papermill.exceptions import PapermillExecutionError
 from traitlets.config import Config
 
-from trilane.report.html import notebook_html, parameters, read_notebook, state
-from trilane.report.index import write_index
+from trilane.report.html import notebook_html, parameters, read_notebook, state, write_index
 from trilane.utils.files import replace_text, set_aside
 from trilane.utils.folder_lock import FolderLock
 from trilane.utils.process import environment, python, replace_by
@@ -169,10 +168,8 @@ def run_all(study: Study, values: Mapping[str, Json]) -> Path:
     is_kept = True
     for name, given in values.items():
         is_kept = is_kept and is_done(name, study, given)
-        if is_kept:
-            print(f"{name}: completed before, kept", file=sys.stderr)
-        else:
-            print(name, file=sys.stderr)
+        print(f"{name}: completed before, kept" if is_kept else name, file=sys.stderr)
+        if not is_kept:
             run(name, study, **given)
     return write_index(study)
 

@@ -11,7 +11,6 @@ from pathlib import Path
 
 from trilane.launch.outcome import last_log
 from trilane.slurm import client, copies
-from trilane.slurm.copies import USED_BY as CODE
 from trilane.utils.files import read_text
 from trilane.utils.folder_lock import FolderLock
 from trilane.utils.tables import one_line
@@ -61,7 +60,7 @@ def begin(folder: Path) -> str:
             run.note("submitted", job, site="", after="")
         # without a frozen copy the installed code runs
         env = os.environ
-        code = Path(env.get(CODE, "")).name
+        code = Path(env.get(copies.USED_BY, "")).name
         nodes = env.get("SLURM_JOB_NODELIST", "")
         restarts = int(env.get("SLURM_RESTART_COUNT") or 0)
         run.note("started", job, iteration=run.iteration, code=code, nodes=nodes, restarts=restarts)

@@ -168,7 +168,7 @@ def states_of(runs: Sequence[Run], must_ask: bool = False) -> list[list[JobState
     ids = [run.job_ids() for run in runs]
     names = [client.job_name(run.folder) for run in runs]
     of_slurm = [job for of_run in ids for job in of_run if client.JOB_ID.fullmatch(job)]
-    found: dict[str, JobState] = {}
+    found = {}
     if client.is_installed():
         try:
             found = client.states(of_slurm, names)
@@ -384,7 +384,7 @@ def watch(folders: Sequence[Path], every_s: float, seconds: float) -> Iterator[s
     itself, with that reason.
     """
     deadline = time.monotonic() + seconds
-    shown: list[str] = []
+    shown = []
     while True:
         goes_on = True
         try:

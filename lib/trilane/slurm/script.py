@@ -12,7 +12,6 @@ from typing import Any
 import jinja2
 
 from trilane.config import cluster as hardware
-from trilane.config.cluster import Cluster
 from trilane.config.plan import Plan
 from trilane.costmodel.predict import predict
 from trilane.slurm.sites import JobRequest, Site, require_form
@@ -169,7 +168,7 @@ def srun_arguments(site: Site, launcher: str) -> str:
     return "".join(f"{word} " for word in words)
 
 
-def nodes_of(plan: Plan, site: Site) -> Cluster:
+def nodes_of(plan: Plan, site: Site) -> hardware.Cluster:
     """The cluster whose nodes the job gets: the site's, else the plan's own."""
     if site.cluster:
         return hardware.cluster(site.cluster)

@@ -7,14 +7,13 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from trilane.config.plan import Plan, plan_from_json
+from trilane.config.plan import plan_from_json
 from trilane.config.training import Data, Optimizer
 from trilane.config.training import Run as Limits
 from trilane.costmodel.predict import predict
 from trilane.launch.local import train_local
 from trilane.slurm import chain, jobs, script, sites
-from trilane.slurm.checks import JobFinding
-from trilane.slurm.preflight import check_job, refused
+from trilane.slurm.preflight import JobFinding, check_job, refused
 from trilane.slurm.sites import JobRequest, Site
 from trilane.utils.folder_lock import FolderLock
 from trilane.utils.frozen import frozen
@@ -191,7 +190,7 @@ def create_sweep(
     """Write the run folder runs/LABEL of each plan; the folders. ValueError, and nothing is
     written, where one exists or two plans have the same label.
     """
-    folders: dict[Path, Plan] = {}
+    folders = {}
     for values in plans:
         plan = plan_from_json(values)
         path = folder / "runs" / plan.label

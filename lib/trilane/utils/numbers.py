@@ -58,7 +58,7 @@ def with_bounds(value: float, low: float, high: float) -> str:
 
 def ranges(numbers: Iterable[int]) -> str:
     """ "1-5, 100, 200": whole numbers in order as ranges."""
-    words: list[str] = []
+    words = []
     # in a range number and place rise together
     for _, group in groupby(enumerate(sorted(numbers)), lambda pair: pair[1] - pair[0]):
         first, *others = [number for _, number in group]

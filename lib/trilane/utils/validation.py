@@ -41,8 +41,7 @@ def require_line(field: str, value: str) -> None:
     """Raise ValueError unless `value` is one line of printable characters."""
     # a path has at most 4096 bytes (PATH_MAX)
     rule = "must be one line of at most 4000 bytes, without control characters"
-    ok = value.isprintable() and len(value.encode()) <= 4000
-    require(ok, field, value, rule)
+    require(value.isprintable() and len(value.encode()) <= 4000, field, value, rule)
 
 
 def require_path(field: str, value: str) -> None:

@@ -202,7 +202,7 @@ def whole_parts(replicas: Sequence[Part]) -> list[Part]:
     shards.sort(key=lambda part: part.shard or (0, 0))
     begins = [part.shard[0] for part in shards if part.shard]
     ends = [part.shard[1] for part in shards if part.shard]
-    sums = dict[str, Mark]()
+    sums = {}
     if shards and [0, *ends] == [*begins, size]:  # each begins where the one before it ends
         for kind in set.intersection(*(set(part.marks) for part in shards)) - {COPY}:
             sums[kind] = functools.reduce(operator.add, (part.marks[kind] for part in shards))

@@ -3,6 +3,7 @@
 import functools
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from enum import IntEnum
 from pathlib import Path
 from typing import ClassVar
 
@@ -10,11 +11,19 @@ from trilane.utils.files import json_object, read_text
 from trilane.utils.frozen import frozen
 from trilane.utils.tables import Json, grouped
 from trilane.utils.validation import from_mapping, require, require_integer
-from trilane.workspace.place import Known
 
 COORDINATES = ("tp", "pp", "dp")
 USUAL_GPUS_PER_NODE = 8
 MOST = 1 << 17  # ranks, of which a grid takes 5 s and 0.6 GB; a file with more is damaged
+
+
+class Known(IntEnum):
+    """How a rank or a node is known; a node is blamed only from MAP on."""
+
+    NO = 0
+    ASSUMED = 1  # by an order, such as that of names
+    MAP = 2  # by a map from ranks to nodes that was read
+    LINE = 3  # one line prints it
 
 
 @frozen

@@ -233,7 +233,7 @@ def run_folders(names: Iterable[str]) -> list[Path]:
 
     A folder with a ledger is one of a run whose plan was deleted.
     """
-    folders: list[Path] = []
+    folders = []
     for name in names:
         require(name != "", "run", repr(name), "is empty")  # it would be the current folder
         if Path(name).exists():

@@ -268,7 +268,9 @@ class Runs:
         named = line[source(line)]
         printed_by = float(named or NAN)
         is_drawn = dialect.lines in ("bar", "block")
-        if is_drawn and run.dialects.keys() == {dialect.name} and self._repeats(row):
+        is_later = row.get("epoch", NAN) > run.iterations.last("epoch")
+        is_again = run.iteration == row["iteration"] and not is_later
+        if is_drawn and run.dialects.keys() == {dialect.name} and is_again:
             # drawn again with its loss after that of the one before, by the rank that counts
             if printed_by == run.rank or printed_by != printed_by:
                 run.iterations.change_last(row)
@@ -325,11 +327,6 @@ class Runs:
             self._before = None
             self.current = PartialRun(follows=True)
             self.all.append(self.current)
-
-    def _repeats(self, row: Row) -> bool:
-        """Whether the row has the number of the last iteration, and no later epoch."""
-        is_later = row.get("epoch", NAN) > self.run.iterations.last("epoch")
-        return self.run.iteration == row["iteration"] and not is_later
 
 
 def _strength(dialect: str) -> int:

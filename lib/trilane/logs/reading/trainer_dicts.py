@@ -36,11 +36,10 @@ def bar(line: bytes) -> Row:
     match = BAR.search(line)
     if not match or OTHER_BAR.search(line[: match.start()]):
         return {}
-    passed = 3600 * int(match[3] or 0) + 60 * int(match[4]) + int(match[5])
     return {
         "iteration": float(match[1]),
         "train_iters": float(match[2]),
-        "elapsed": float(passed),
+        "elapsed": 3600.0 * int(match[3] or 0) + 60 * int(match[4]) + int(match[5]),
     }
 
 
@@ -48,9 +47,9 @@ def _rows(line: bytes) -> list[Row]:
     """The Trainer's dicts in a line, by our columns, and its summary by its own names; to the first
     one a progress bar adds its numbers.
     """
-    rows: list[Row] = []
+    rows = []
     for text in DICT.findall(line):
-        values: Row = {}
+        values = {}
         for name, number in ENTRY.findall(text):
             with contextlib.suppress(ValueError):
                 values[name.decode()] = float(number)

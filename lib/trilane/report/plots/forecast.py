@@ -1,7 +1,5 @@
 """Figure of a forecast: the tokens trained over the dates, and what delays it."""
 
-from typing import Any
-
 from matplotlib.axes import Axes
 from matplotlib.dates import AutoDateLocator, ConciseDateFormatter, date2num
 from matplotlib.figure import Figure
@@ -35,7 +33,7 @@ def _fan(axes: Axes, found: Forecast) -> None:
     start = date2num(found.request.start)
     tokens, days = found.fan
     low, lower, median, upper, high = days.T + start
-    look: Any = {"color": COLORS[0], "lw": 0}
+    look = {"color": COLORS[0], "lw": 0}
     axes.fill_betweenx(tokens, low, high, alpha=0.25, label="90 % of the runs", **look)
     axes.fill_betweenx(tokens, lower, upper, alpha=0.45, label="50 % of them", **look)
     axes.plot(median, tokens, color=COLORS[0], label="median")
