@@ -1,7 +1,7 @@
 """Nodes of a job: which of them train, which are at fault when the training ends, and what follows.
 
 A node that has left the run is recorded in the ledger, and the job uses it no more. What follows is
-decided by slurm.response alone. The job itself probes its nodes, because SLURM notices a dead one
+decided by response.py alone. The job itself probes its nodes, because SLURM notices a dead one
 only minutes later (SlurmdTimeout).
 """
 

@@ -43,7 +43,8 @@ def require_responses(name: str, changed: Mapping[str, Sequence[str]]) -> None:
 
 def actions(verdict: str) -> list[str]:
     """What may follow a verdict, in order, by the table and the site's changes in the job's
-    environment."""
+    environment.
+    """
     changed = json.loads(os.environ.get(CHANGED_BY) or "{}")
     require(isinstance(changed, dict), CHANGED_BY, changed, "must be a JSON object")
     require_responses(CHANGED_BY, changed)
