@@ -37,6 +37,14 @@ class ModelChoice(Record):
     gpus: tuple[int, ...]
     gbs: int
 
+    def summary(self) -> str:
+        shape = self.shape
+        gpus = " or ".join(map(str, self.gpus))
+        return (
+            f"{shape.parameters / 1e9:.4g}B parameters, {gpus} GPUs of {self.cluster_name}, "
+            f"{self.gbs} sequences of {shape.seq_length} tokens an iteration"
+        )
+
     def to_json(self) -> Json:
         """As sizing.json and plans.json have it."""
         return {
