@@ -268,6 +268,8 @@ BLOCK = """
 0:   num_attention_heads ............................. 8
 0:   num_layers ...................................... 8
 0:   padded_vocab_size ............................... None
+0:   pipeline_model_parallel_layout .................. Et*5|tttL
+0:   pipeline_model_parallel_size .................... 2
 0:   seq_length ...................................... 128
 0:   sequence_parallel ............................... False
 0:   train_iters ..................................... 50
@@ -281,6 +283,7 @@ def test_a_block_of_a_log_is_a_plan():
     plan = parse_plan(read_arguments(BLOCK), cluster=MACHINE).plan
     assert (plan.topology.gpus, plan.shape.biases, plan.shape.vocab_size) == (8, "none", 512)
     assert [part.source for part in plan.data.blend] == ["a", "b c"]
+    assert (plan.topology.dp, plan.topology.first_stage_layers) == (4, 5)
 
 
 GOOD = megatron_text(megatron_args(plan({"tp": 2, "pp": 2})))
@@ -318,6 +321,23 @@ def test_what_cannot_be_read_is_one_line(old: str, new: str, message: str):
     text = GOOD.replace(old, new) if old else f"{GOOD} {new}"
     with one_line(message):
         read(text, 4)
+
+
+LAYOUTS = {
+    "Ettt|t*5": "must be E, then",
+    "Et*5||tttL": "must have no empty",
+    "Ettt|t*5mL": "a plan predicts",
+    "Et|tL": "has 2 layers, not 8",
+    "Et*8L": "has 1 stages, which pp=2 must",
+    "Et|(tt|)*2,tttL": "a plan has stages alike",
+    "(t*9999)*9999": "must have at most",
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_layout_that_no_plan_has_is_one_line(layout: str):
+    with one_line(f"pipeline_model_parallel_layout={layout}: {LAYOUTS[layout]}"):
+        read(f"{GOOD} --pipeline-model-parallel-layout '{layout}'", 4)
 
 
 CANNOT_BE_WRITTEN = [  # what differs, the message

@@ -15,6 +15,7 @@ from trilane.config.parallelism import DISPATCHERS, Topology
 from trilane.config.plan import Plan
 from trilane.config.training import Data, Dropout, Optimizer, Part, Run
 from trilane.interop.megatron_args import Arguments, known_arguments
+from trilane.interop.pipeline_layout import LAYOUT, layout_fields
 from trilane.utils.frozen import frozen
 from trilane.utils.numbers import ranges
 from trilane.utils.validation import parse_integers, require, require_known, shown
@@ -22,6 +23,7 @@ from trilane.utils.validation import parse_integers, require, require_known, sho
 T = TypeVar("T")
 POSITIONS = {"learned_absolute": "learned", "absolute": "learned", "rope": "rotary"}
 POSITIONS |= {"rotary": "rotary", "alibi": "alibi", "none": "none"}
+DEALT = ("partition", "interleaving", "first_stage_layers", "last_stage_layers")
 FOLDERS = ("", "HuggingFaceTokenizer", "PretrainedFromHF")  # tokenizers of a folder
 DEFAULT_SPLIT = "969,30,1"
 
@@ -328,6 +330,12 @@ def _topology(given: Given, is_fork: bool, gpus: int) -> Topology:
         is_even = each > 0 and layers % (each * pp) == 0
         require(is_even, option.replace("_", "-"), each, rule)
         sizes["interleaving"] = layers // (each * pp)
+    sizes["partition"] = _partition(given)
+    if layout := given.get(LAYOUT, str, ""):
+        for name in DEALT:
+            is_free = sizes[name] == getattr(Topology, name)
+            require(is_free, LAYOUT, layout, f"contradicts {name}={sizes[name]}")
+        sizes |= layout_fields(layout, given.get("num_layers", int), pp)
     if not given.has("global_batch_size"):
         sizes["gbs"] = sizes["mbs"] * dp
     sizes["sequence_parallel"] &= tp > 1  # Megatron-LM drops it without tp, too
@@ -342,7 +350,6 @@ def _topology(given: Given, is_fork: bool, gpus: int) -> Topology:
         **_recompute(given, is_fork),
         dp=dp,
         zero=zero,
-        partition=_partition(given),
         offload="optimizer" if given.has("cpu_optimizer") else "none",
         precision=precision,
         fp32_gradients=sums_in_fp32 and precision != "fp32",
