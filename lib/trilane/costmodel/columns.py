@@ -1,6 +1,6 @@
 """Columns: one plan, or a million, as numbers that every prediction formula takes alike."""
 
-from functools import cached_property
+from functools import cached_property, reduce
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -87,14 +87,12 @@ class Columns:
 
     @property
     def recomputed(self) -> Number:
-        """Share of a stage's layers that are computed again as a whole, that of a stage in the
-        middle.
-        """
+        """Share of a stage's layers that are computed again as a whole, that of the longest."""
         is_full = self.recompute == FULL
         if not np.any(self.recompute_layers):
             return is_full
         layers = self.recompute_layers * self.interleaving
-        block = np.minimum(layers / np.maximum(self.stage_layers[1], 1), 1)
+        block = np.minimum(layers / np.maximum(self.most_layers, 1), 1)
         return np.where(self.recompute == BLOCK, block, is_full)
 
     @property
@@ -195,6 +193,11 @@ class Columns:
         last = np.where(own_last > 0, own_last, rest)
         alone = self.pp == 1
         return np.where(alone, self.layers, first), each, np.where(alone, self.layers, last)
+
+    @property
+    def most_layers(self) -> Number:
+        """Layers of the longest stage: two with numbers of their own have none in the middle."""
+        return reduce(np.maximum, self.stage_layers)
 
     @property
     def bucket_values(self) -> Number:

@@ -109,7 +109,7 @@ def data_parallel_seconds(
     far = ring(groups, x.tp * x.sharded, setting)
     width = np.maximum(x.value_bytes, 4 * x.fp32_gradients)
     # a bucket of Megatron-LM has 40 million parameters
-    calls = np.minimum(x.stage_layers[1], parameters / 40e6) + 1
+    calls = np.minimum(x.most_layers, parameters / 40e6) + 1
     gather = is_sharded * (parameters * x.value_bytes * near.gather + calls * near.gather_s)
     scatter = parameters * width * near.gather + calls * near.gather_s
     between = (groups > 1) * (parameters / x.sharded * width * far.reduce + calls * far.reduce_s)
@@ -243,8 +243,7 @@ def iteration_columns(columns: Columns, cluster: Cluster, constants: Constants) 
     slowest = functools.reduce(np.maximum, stages)
     whole = (x.layers - x.first_dense) * own + x.first_dense * dense + head + embedding
     p2p = p2p_seconds(setting)
-    first, middle, _ = x.stage_layers
-    layers = np.maximum(first, middle)
+    layers = x.most_layers
     parameters = layers * x.layer_parameters + x.embedding_parameters
     factor = pressure(setting) * c.pace
     # layers' worth of time that the microbatches take on the slowest stage
