@@ -60,7 +60,7 @@ MADE = [
     ("phi3", {"num_key_value_heads": 2, "pad_token_id": 0}),
     ("mixtral", {"num_key_value_heads": 2}),
     ("qwen3_moe", {"num_key_value_heads": 2, "moe_intermediate_size": 48, "num_experts": 12}),
-    ("qwen2_moe", SHARED | {"num_key_value_heads": 2}),
+    ("qwen2_moe", SHARED | {"num_key_value_heads": 2, "mlp_only_layers": [0]}),
     ("olmoe", {"num_key_value_heads": 2}),
 ]
 
@@ -106,6 +106,12 @@ WINDOW = {"sliding_window": 2048}
 BAD = [
     ({"num_local_experts": 8}, "num_local_experts=8: a shape of this type has no experts"),
     ({"model_type": "qwen3_moe", "decoder_sparse_step": 2}, "decoder_sparse_step=2: a shape has"),
+    (
+        {"model_type": "qwen2_moe", "num_experts": 8, "num_experts_per_tok": 2}
+        | SHARED
+        | {"mlp_only_layers": [0, 5]},
+        "mlp_only_layers=[0, 5]: a shape has [0, 1]",
+    ),
     (
         {"model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 2} | WINDOW,
         "sliding_window=2048: must be a whole number of at least 4096",

@@ -80,6 +80,9 @@ def shape_of_config(values: Mapping[str, Any], seq_length: int = 0) -> ModelShap
                 given[name] = values[key]
     if seq_length:
         given["seq_length"] = seq_length
+    front = values.get("mlp_only_layers")  # those of Qwen's mixtures without experts
+    if isinstance(front, list):
+        given["first_dense"] = len(front)
     if values.get("norm_topk_prob"):
         given["router_pre_softmax"] = False
     activations = tables["gated" if usual["gated"] else "activations"]
@@ -95,6 +98,7 @@ def shape_of_config(values: Mapping[str, Any], seq_length: int = 0) -> ModelShap
 
     wanted = {
         "word_embed_proj_dim": shape.hidden_size,
+        "mlp_only_layers": [*range(shape.first_dense)],
         "no_rope_layers": [int(shape.has_rope(n + 1)) for n in range(shape.num_layers)],
     }
     for key, value in wanted.items():
