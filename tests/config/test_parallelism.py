@@ -1,5 +1,7 @@
 """What a model and a cluster ask of a topology: each rule at its edge."""
 
+from dataclasses import replace
+
 import pytest
 
 from trilane.config.cluster import cluster
@@ -19,6 +21,7 @@ EDGES = [
         "gbs=5: interleaving needs microbatches % pp == 0",
     ),
     ({"pp": 2, "partition": EMBED}, ""),
+    ({"dispatcher": "allgather"}, "dispatcher=allgather: needs a model with experts"),
     ({"pp": 4, "first_stage_layers": 6, "last_stage_layers": 6}, ""),
 ]
 
@@ -38,3 +41,15 @@ def test_a_tensor_parallel_group_may_fill_nodes_where_the_network_is_half_as_fas
     """dgx-h100: 400 GB/s a node against 450 a GPU; jz-h100, nodes of 4: 200 against 450."""
     shape = parse_shape("24,3072,48,2048,61440")
     assert (invalid_reason(shape, Topology(tp=tp, dp=4, gbs=4), cluster(name)) is None) is allowed
+
+
+@pytest.mark.parametrize(
+    ("name", "ep", "allowed"),
+    [("dgx-a100-80g", 8, True), ("dgx-a100-80g", 16, False), ("jz-h100", 16, True)]
+    + [("jz-v100-32g", 2, False)],
+)
+def test_deepep_asks_for_hopper_or_for_ampere_inside_a_node(name: str, ep: int, allowed: bool):
+    """Nodes of 8, 8, 4 and 4 GPUs."""
+    shape = replace(SHAPE, experts=16, top_k=2, expert_ffn=64)
+    topology = Topology(dp=16, gbs=16, ep=ep, dispatcher="deepep")
+    assert (invalid_reason(shape, topology, cluster(name)) is None) is allowed

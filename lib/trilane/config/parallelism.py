@@ -311,6 +311,8 @@ def shape_rules(t: Any, shape: ModelShape) -> Rules:
     yield not experts or experts % t.ep == 0, "ep", f"must divide experts={experts}"
     rule = f"must divide expert_ffn={shape.expert_ffn}"
     yield not experts or shape.expert_ffn % t.etp == 0, "etp", rule
+    is_usual = t.dispatcher == DISPATCHERS[0]
+    yield experts or is_usual, "dispatcher", "needs a model with experts"
     rule = "needs sequence_parallel where a model has experts"
     yield not experts or t.tp == 1 or t.sequence_parallel, "tp", rule
     rule = "interleaving needs microbatches % pp == 0"
@@ -330,3 +332,14 @@ def cluster_rules(t: Any, cluster: Cluster) -> Rules:
     is_fast = 2 * cluster.domain_bytes_per_s >= cluster.node_bytes_per_s
     fits = node % t.tp == 0 or t.gpus <= node or (is_fast and t.tp % node == 0)
     yield fits, "tp", "a tensor-parallel group must stay inside a node"
+    yield from dispatcher_rules(t, cluster)
+
+
+def dispatcher_rules(t: Any, cluster: Cluster) -> Rules:
+    """Which cards DeepEP has kernels for: deepseek-ai/DeepEP@0297fc80, README.md, and for Ampere
+    its docs/legacy.md, inside a node alone by its maintainer (issues 149 and 234).
+    """
+    capability = cluster.gpu.compute_capability
+    is_new = capability >= (9, 0) or (capability >= (8, 0) and t.ep * t.etp <= cluster.domain)
+    rule = "needs compute capability 9.0, or 8.0 where ep x etp stay inside a node"
+    yield t.dispatcher not in SINGLE or is_new, "dispatcher", rule

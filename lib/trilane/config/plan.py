@@ -22,7 +22,7 @@ from trilane.config.engines import (
 from trilane.config.layer import Layer, read_layer
 from trilane.config.model import ModelShape
 from trilane.config.options import Rules, changed, check, option
-from trilane.config.parallelism import HasTopology, Topology, invalid_reason
+from trilane.config.parallelism import HasTopology, Topology, dispatcher_rules, invalid_reason
 from trilane.config.training import Data, Dropout, Optimizer, Run, inside
 from trilane.utils.files import hash_of, write_new
 from trilane.utils.frozen import frozen
@@ -101,6 +101,8 @@ class Plan(Record, HasTopology):
         run = self.run
         # groups over two nodes are allowed: slow, but legal
         yield t.gpus <= self.cluster.max_gpus, "topology.gpus", "must not exceed the cluster"
+        for holds, field, rule in dispatcher_rules(t, self.cluster):
+            yield holds, f"topology.{field}", rule
         is_megatron = self.engine == "megatron"
         yield is_megatron or not self.layer, "layer", "the engine megatron alone trains one"
         has_experts = self.shape.experts > 0
