@@ -116,6 +116,8 @@ def case_of(run: Measurement, cluster: Cluster | None = None) -> Configuration |
         )
     if not (cluster and config.shape and config.gpus and config.mbs and config.gbs):
         return None
+    if config.shape.experts:  # how they are spread over GPUs is a plan's
+        return None
     given = run.log.arguments
     is_new_megatron = run.log.dialect == "megatron-lm"
     is_fused = given.get("use_flash_attn") is True or is_new_megatron

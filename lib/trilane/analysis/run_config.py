@@ -8,8 +8,10 @@ from typing import Any
 import numpy as np
 
 from trilane.config.cluster import Gpu
-from trilane.config.model import GATED, ModelShape, padded_vocab_size
+from trilane.config.model import ModelShape
 from trilane.config.plan import Plan
+from trilane.interop.megatron_parse import Given, shape_of
+from trilane.interop.shell_args import printed_arguments
 from trilane.logs.checks import median
 from trilane.logs.run import RunLog
 from trilane.utils.frozen import frozen
@@ -30,8 +32,7 @@ class RunConfig:
 
     `seq_length` may be known without the shape; `gbs` is sequences per iteration;
     `peak_flops_per_s` the card's matmul rate in the run's precision, of data sheets
-    (data/clusters); `note` why there is no shape, where the log shows a model that is no dense
-    decoder.
+    (data/clusters); `note` why there is no shape, where the log shows a model that none describes.
     """
 
     shape: ModelShape | None = None
@@ -61,16 +62,17 @@ def run_config(log: RunLog, plan: Plan | None = None, gpu: Gpu | None = None) ->
     gpus = whole(log, "world_size", "gpus")
     if not gpus and tp * pp == 1:  # DeepSpeed's own dump counts replicas
         gpus = whole(log, "deepspeed.world_size")
-    interleaving = 1
+    interleaving = whole(log, *NAMES["interleaving"]) or 1
     per_stage = whole(log, "num_layers_per_virtual_pipeline_stage")
     if per_stage:
         interleaving = max(1, whole(log, "num_layers") // (pp * per_stage))
-    other = _not_dense(log)
+    shape = _shape(log)
+    other = _indescribable(log, shape)
     # the argument where the log reaches or names it, else the largest printed
     printed = np.nan_to_num(log.column("global_batch_size")).max(initial=0)
     config = RunConfig(
-        shape=None if other else _shape(log),
-        note=other and f"no TFLOPs by shape: {other} is no dense decoder's",
+        shape=None if other else shape,
+        note=other and f"no TFLOPs by shape: none has {other}",
         gpus=gpus,
         tp=tp,
         pp=pp,
@@ -151,58 +153,13 @@ def _recompute(log: RunLog) -> str:
 
 
 def _shape(log: RunLog) -> ModelShape | None:
-    """The model's shape, None where an argument is missing or they do not fit together; GPT-2's
-    kind by default.
-
-    A dump has the names of arguments as the program holds them (add_bias_linear), a trace as they
-    are given (disable_bias_linear). Megatron prints one query group where it uses none.
+    """The model's shape as `convert megatron --read` has it, GPT-NeoX's names for Megatron's; None
+    where an argument is missing or they do not fit together.
     """
-    given = log.arguments
-    names = ("num_layers", "hidden_size", "num_attention_heads", "seq_length")
-    sizes: dict[str, Any] = {name: whole(log, name) for name in names}
-    vocabulary = whole(log, "padded_vocab_size")
-    if not vocabulary and whole(log, "vocab_size"):
-        tp = whole(log, *NAMES["tp"]) or 1
-        multiple = whole(log, "make_vocab_size_divisible_by") or 128
-        vocabulary = padded_vocab_size(whole(log, "vocab_size"), tp, multiple)
-    if not vocabulary or not all(sizes.values()):
-        return None
-    ffn = whole(log, "ffn_hidden_size") or None
-    activation = "gelu"
-    gate = given.get("glu_activation")
-    if gate in GATED:
-        activation = str(gate)
-    elif _is_on(log, "squared_relu"):
-        activation = "squared-relu"
-    if gate and not ffn:
-        ffn = 4 * sizes["hidden_size"]
-    if _is_on(log, "swiglu"):
-        activation = "swiglu"
-    position = str(given.get("position_embedding_type") or given.get("pos_emb"))
-    if _is_on(log, "use_rotary_position_embeddings"):
-        position = "rope"
-    biases = "all"
-    if given.get("add_bias_linear") is False or _is_on(log, "disable_bias_linear"):
-        biases = "qkv" if _is_on(log, "add_qkv_bias") else "none"
-    groups = ["num_key_value_heads", "num_kv_heads"]
-    if _is_on(log, "group_query_attention"):
-        groups.insert(0, "num_query_groups")
-    norm = str(given.get("normalization") or given.get("norm"))
+    renamed = NAMES["renamed"]
+    pairs = [(renamed.get(name, name), value) for name, value in log.arguments.items()]
     try:
-        return ModelShape(
-            vocab_size=vocabulary,
-            **sizes,
-            activation=activation,
-            ffn_hidden_size=ffn,
-            num_key_value_heads=whole(log, *groups) or None,
-            normalization=NAMES["norms"].get(norm, "layernorm"),
-            positions=NAMES["positions"].get(position.rpartition(".")[2], "learned"),
-            biases=biases,
-            tied_embeddings=not _is_on(log, *NAMES["untied"]),
-            embedding_layernorm=_is_on(log, "embed_layernorm"),
-            kv_channels=whole(log, "kv_channels") or None,
-            qk_layernorm=_is_on(log, "qk_layernorm"),
-        )
+        return shape_of(Given(printed_arguments(pairs)))
     except ValueError:
         return None
 
@@ -211,12 +168,15 @@ def _is_on(log: RunLog, *names: str) -> bool:
     return any(log.arguments.get(name) is True for name in names)
 
 
-def _not_dense(log: RunLog) -> str:
+def _indescribable(log: RunLog, shape: ModelShape | None) -> str:
     """The arguments, name=value, of a model that a shape cannot describe; "" where
     there are none.
     """
     given = log.arguments
-    names = [name for name in NAMES["not_dense"] if str(given.get(name)).strip("[]()") not in OFF]
+    names = [name for name in NAMES["no_shape"] if str(given.get(name)).strip("[]()") not in OFF]
+    # a number is Megatron's, a list DeepSpeed's
+    if shape and shape.experts and type(given["num_experts"]) is int:
+        names.remove("num_experts")
     return ", ".join(f"{name}={given[name]}" for name in names)
 
 

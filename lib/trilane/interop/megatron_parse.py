@@ -21,8 +21,8 @@ from trilane.utils.numbers import ranges
 from trilane.utils.validation import parse_integers, require, require_known, shown
 
 T = TypeVar("T")
-POSITIONS = {"learned_absolute": "learned", "absolute": "learned", "rope": "rotary"}
-POSITIONS |= {"rotary": "rotary", "alibi": "alibi", "none": "none"}
+POSITIONS = {name: name for name in ("learned", "rotary", "alibi", "none")}
+POSITIONS |= {"learned_absolute": "learned", "absolute": "learned", "rope": "rotary"}
 DEALT = ("partition", "interleaving", "first_stage_layers", "last_stage_layers")
 FOLDERS = ("", "HuggingFaceTokenizer", "PretrainedFromHF")  # tokenizers of a folder
 DEFAULT_SPLIT = "969,30,1"
@@ -131,7 +131,7 @@ def parse_plan(
     plan = Plan(
         label=label,
         engine="deepspeed-3d" if is_fork else "megatron",
-        shape=_shape(given, vocab_size),
+        shape=shape_of(given, vocab_size),
         cluster=cluster,
         topology=topology,
         data=data,
@@ -183,9 +183,9 @@ def _is_same(text: str, value: str) -> bool:
         return text == value
 
 
-def _shape(given: Given, vocab_size: int) -> ModelShape:
-    """The shape. Both programs' names are read, and those of Microsoft's fork of Megatron-DeepSpeed
-    (Llama scripts).
+def shape_of(given: Given, vocab_size: int = 0) -> ModelShape:
+    """The shape, by both programs' names and those of Microsoft's fork of Megatron-DeepSpeed (Llama
+    scripts). Raises ValueError where a size is missing, or they do not fit together.
     """
     sizes = given.fields(ModelShape, {"top_k": 2})
     sizes |= _experts(given, sizes)
@@ -247,17 +247,16 @@ def _experts(given: Given, sizes: Mapping[str, Any]) -> dict[str, Any]:
 def _first_dense(given: Given, layers: int) -> int:
     """Dense layers in front of those with experts: "([0]*3+[1]*58)", in a log a 0 or 1 each."""
     text = " ".join(given.all("moe_layer_freq")) or "1"
-    each = text.split()
     if text == "1":
-        each = ["1"] * layers
-    elif "[" in text:
+        return 0
+    each = text.split()
+    if "[" in text:
         parts = re.findall(r"\[([01, ]+)\](?:\*(\d{1,5}))?", text)
         each = [digit for digits, n in parts for digit in re.findall("[01]", digits) * int(n or 1)]
-    dense = each.count("0")
     rule = "a plan has dense layers in front alone, ([0]*N+[1]*M)"
-    is_front = each == ["0"] * dense + ["1"] * (layers - dense)
+    is_front = len(each) == layers and {*each} <= {"0", "1"} and each == sorted(each)
     require(is_front, "--moe-layer-freq", text, rule)
-    return dense
+    return each.count("0")
 
 
 def _activation(given: Given, gate: str) -> str:

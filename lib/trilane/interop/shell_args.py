@@ -5,7 +5,7 @@ what a script launches, where bash runs it with stubs in place of the launchers.
 import re
 import shlex
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from trilane.interop.megatron_args import Arguments, known_arguments
@@ -113,16 +113,25 @@ def read_words(words: Sequence[str]) -> Arguments:
 
 
 def _of_block(text: str) -> Arguments:
-    """The arguments of a log's block, which has every default: what is off (None, False, empty) is
-    left out. The padded vocabulary is of a later line.
-    """
+    """The arguments of a log's block; the padded vocabulary is of a later line."""
     blocks = text.split(HEAD)[1:]
     is_whole = len(blocks) == 1 and END in text
     require(is_whole, "arguments", f"{len(blocks)} blocks", "must be one, with head and end")
     block, _, later = blocks[0].partition(END)
+    given = printed_arguments(re.findall(r"  (\w+) \.+ (.*\S)", block))
+    if size := re.search(r"padded vocab .*\(new size: (\d+)\)", later):
+        given["padded_vocab_size"] = [size[1]]
+    return given
+
+
+def printed_arguments(pairs: Iterable[tuple[str, object]]) -> Arguments:
+    """The arguments of names and values that a program prints, every default among them: what is
+    off (None, False, empty) is left out. Raises ValueError for a list with open quotes.
+    """
     known = known_arguments()
     given: Arguments = {}
-    for name, value in re.findall(r"  (\w+) \.+ (.*\S)", block):
+    for name, printed in pairs:
+        value = str(printed)
         name = known["renamed"].get(name, name)
         switch = known["switched_off"].get(name)
         if switch and value == "False":
@@ -134,6 +143,4 @@ def _of_block(text: str) -> Arguments:
         elif value not in ("None", "False"):
             value = value.removeprefix("PositionEmbeddingType.").replace("torch.float", "fp")
             given[name] = [value]
-    if size := re.search(r"padded vocab .*\(new size: (\d+)\)", later):
-        given["padded_vocab_size"] = [size[1]]
     return given
