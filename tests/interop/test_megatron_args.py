@@ -324,8 +324,8 @@ def test_what_cannot_be_read_is_one_line(old: str, new: str, message: str):
 
 
 LAYOUTS = {
-    "Ettt|t*5": "must be E, then",
-    "Et*5||tttL": "must have no empty",
+    "Ettt|t*5": "must be E, t of",
+    "Et*5||tttL": "must be E, t of",
     "Ettt|t*5mL": "a plan predicts",
     "Et|tL": "has 2 layers, not 8",
     "Et*8L": "has 1 stages, which pp=2 must",
@@ -360,30 +360,13 @@ def test_what_cannot_be_written_is_one_line(changes: dict, message: str):
 
 def test_the_command_goes_both_ways(tmp_path, capsys):
     path = tmp_path / "small.json"
-    path.write_text(
-        json.dumps(
-            {**small_plan().to_json(), "data": Data(folder=str(tmp_path), source="mock").__dict__}
-        )
-    )
+    replace(small_plan(), data=Data(folder=str(tmp_path), source="mock")).save(path)
     assert main(["convert", "megatron", str(path), "--prepare"]) == 0
     text = capsys.readouterr().out
     assert f"--data-path {tmp_path}/mock-" in text and "--tokenizer-type NullTokenizer" in text
     (tmp_path / "job.txt").write_text("srun pretrain_gpt.py --moe 2 " + text)
-    assert (
-        main(
-            [
-                "convert",
-                "megatron",
-                "--read",
-                str(tmp_path / "job.txt"),
-                "--cluster",
-                "jz-a100-80g",
-                "--gpus",
-                "1",
-            ]
-        )
-        == 0
-    )
+    words = f"convert megatron --read {tmp_path}/job.txt --cluster jz-a100-80g --gpus 1"
+    assert main(words.split()) == 0
     out, err = capsys.readouterr()
     assert json.loads(out)["shape"] == small_plan().to_json()["shape"]
     assert err.splitlines()[0] == "trilane: unknown, not in the plan: moe"

@@ -25,6 +25,7 @@ from trilane.workspace.study import load_cluster
 
 # the stack of a log of that dialect
 STACKS = {"megatron-2021": "megatron-lm", "megatron-deepspeed-2022": "megatron-deepspeed"}
+OF_LOGS = ("tp", "pp", "dp", "mbs", "recompute", "interleaving")  # of a topology
 
 
 def fit(rows: Source, cluster: Cluster | str) -> Recalibration:
@@ -125,13 +126,8 @@ def case_of(run: Measurement, cluster: Cluster | None = None) -> Configuration |
     usual = "fp16" if cluster.gpu.kind == "cuda" else "fp32"
     try:
         topology = Topology(
-            tp=config.tp,
-            pp=config.pp,
-            dp=config.dp,
-            mbs=config.mbs,
+            **{name: getattr(config, name) for name in OF_LOGS},
             gbs=int(config.gbs),
-            recompute=config.recompute,
-            interleaving=config.interleaving,
             zero=zero if isinstance(zero, int) else 0,
             sequence_parallel=given.get("sequence_parallel") is True and config.tp > 1,
             precision=config.precision or usual,

@@ -62,10 +62,6 @@ def run_config(log: RunLog, plan: Plan | None = None, gpu: Gpu | None = None) ->
     gpus = whole(log, "world_size", "gpus")
     if not gpus and tp * pp == 1:  # DeepSpeed's own dump counts replicas
         gpus = whole(log, "deepspeed.world_size")
-    interleaving = whole(log, *NAMES["interleaving"]) or 1
-    per_stage = whole(log, "num_layers_per_virtual_pipeline_stage")
-    if per_stage:
-        interleaving = max(1, whole(log, "num_layers") // (pp * per_stage))
     shape = _shape(log)
     other = _indescribable(log, shape)
     # the argument where the log reaches or names it, else the largest printed
@@ -81,7 +77,7 @@ def run_config(log: RunLog, plan: Plan | None = None, gpu: Gpu | None = None) ->
         gbs=float(max(whole(log, *NAMES["gbs"]), printed)),
         seq_length=whole(log, "seq_length", "encoder_seq_length"),
         recompute=_recompute(log),
-        interleaving=interleaving,
+        interleaving=whole(log, *NAMES["interleaving"]) or 1,
         precision=_precision(log),
     )
     if not gpu or gpu.kind != "cuda":

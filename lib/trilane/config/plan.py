@@ -21,7 +21,7 @@ from trilane.config.engines import (
 )
 from trilane.config.layer import Layer, read_layer
 from trilane.config.model import ModelShape
-from trilane.config.options import Rules, changed, check, option
+from trilane.config.options import Rules, changed, check, first_broken, option
 from trilane.config.parallelism import HasTopology, Topology, dispatcher_rules, invalid_reason
 from trilane.config.training import Data, Dropout, Optimizer, Run, inside
 from trilane.utils.files import hash_of, write_new
@@ -86,7 +86,7 @@ class Plan(Record, HasTopology):
         check(self)
         t = self.topology
         reason = unsupported_reason(self.engine, self.shape, t) or invalid_reason(self.shape, t)
-        if reason:
+        if reason := reason or first_broken(dispatcher_rules(t, self.cluster), t):
             raise ValueError(reason)
         self.cluster.gpu.flops_per_s(t.precision)
         run = self.run
@@ -101,8 +101,6 @@ class Plan(Record, HasTopology):
         run = self.run
         # groups over two nodes are allowed: slow, but legal
         yield t.gpus <= self.cluster.max_gpus, "topology.gpus", "must not exceed the cluster"
-        for holds, field, rule in dispatcher_rules(t, self.cluster):
-            yield holds, f"topology.{field}", rule
         is_megatron = self.engine == "megatron"
         yield is_megatron or not self.layer, "layer", "the engine megatron alone trains one"
         has_experts = self.shape.experts > 0

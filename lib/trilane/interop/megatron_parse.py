@@ -225,8 +225,6 @@ def shape_of(given: Given, vocab_size: int = 0) -> ModelShape:
 
 def _experts(given: Given, sizes: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of a mixture of experts; one expert is a dense model."""
-    words = ("layer_freq", "router_load_balancing_type", "shared_expert_intermediate_size")
-    given.read |= {f"moe_{word}" for word in words}
     if sizes["experts"] < 2:
         return {name: getattr(ModelShape, name) for name in MIXTURE}
     balancing = given.get("moe_router_load_balancing_type", str, "aux_loss")
@@ -340,7 +338,11 @@ def _topology(given: Given, is_fork: bool, gpus: int) -> Topology:
     sizes["sequence_parallel"] &= tp > 1  # Megatron-LM drops it without tp, too
     if given.get("num_experts", int, 0) > 1:
         sizes["etp"] = given.get("expert_tensor_parallel_size", int, tp)
-        sizes["dispatcher"] = _dispatcher(given)
+        word = given.get("moe_token_dispatcher_type", str, "allgather")
+        if word == "flex":
+            word = given.get("moe_flex_dispatcher_backend", str, "deepep")
+        require_known("--moe-token-dispatcher-type", word, DISPATCHERS)
+        sizes["dispatcher"] = word
     else:
         sizes["etp"] = 1
     sums_in_fp32 = given.has("accumulate_allreduce_grads_in_fp32") or precision in ("bf16", "fp8")
@@ -353,14 +355,6 @@ def _topology(given: Given, is_fork: bool, gpus: int) -> Topology:
         precision=precision,
         fp32_gradients=sums_in_fp32 and precision != "fp32",
     )
-
-
-def _dispatcher(given: Given) -> str:
-    word = given.get("moe_token_dispatcher_type", str, "allgather")
-    if word == "flex":
-        word = given.get("moe_flex_dispatcher_backend", str, "deepep")
-    require_known("--moe-token-dispatcher-type", word, DISPATCHERS)
-    return word
 
 
 def _recompute(given: Given, is_fork: bool) -> dict[str, Any]:

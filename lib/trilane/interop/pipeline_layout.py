@@ -25,9 +25,8 @@ def layout_stages(layout: str) -> list[str]:
         require(length <= LARGEST, LAYOUT, layout, f"must have at most {LARGEST} letters")
         text = re.sub(pattern, lambda match: match[1] * int(match[2]), text)
     require("m" not in text, LAYOUT, layout, "a plan predicts one token at a time, without m")
-    is_whole = re.fullmatch(r"E[t|]*L", text) is not None
-    require(is_whole, LAYOUT, layout, "must be E, then t of stages divided by |, then L")
-    require("||" not in text, LAYOUT, layout, "must have no empty stage")
+    is_whole = re.fullmatch(r"E(t|\|(?!\|))*L", text) is not None
+    require(is_whole, LAYOUT, layout, "must be E, t of stages divided by |, none empty, then L")
     return text.split("|")
 
 
@@ -38,15 +37,14 @@ def layout_fields(layout: str, layers: int, pp: int) -> dict[str, Any]:
     stages = layout_stages(layout)
     counts = [stage.count("t") for stage in stages]
     require(sum(counts) == layers, LAYOUT, layout, f"has {sum(counts)} layers, not {layers}")
-    is_whole = len(stages) % pp == 0
-    require(is_whole, LAYOUT, layout, f"has {len(stages)} stages, which pp={pp} must divide")
-    chunks = len(stages) // pp
+    chunks, left = divmod(len(stages), pp)
+    require(not left, LAYOUT, layout, f"has {len(stages)} stages, which pp={pp} must divide")
     fields: dict[str, Any] = {"interleaving": chunks}
     if pp > 1 and len({*map(len, stages)}) == 1:
         return fields | {"partition": PARTITION[1]}
     ranks = counts[:pp]
     each = ranks[1] if pp > 1 else ranks[0]
-    is_alike = counts == ranks * chunks and 0 < min(ranks) and {*ranks[1:-1]} <= {each}
+    is_alike = counts == ranks * chunks and min(ranks) > 0 and {*ranks[1:-1]} <= {each}
     rule = "a plan has stages alike, by layers or letters, but for the layers of the first and last"
     require(is_alike, LAYOUT, layout, rule)
     if ranks[0] != each:
