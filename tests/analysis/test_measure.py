@@ -110,6 +110,15 @@ def test_recomputation_does_not_count_for_the_utilization():
         assert math.isnan(flops.mfu(replace(setup, **lacks), 2.0))
 
 
+def test_the_shape_of_a_log_has_megatrons_experts():
+    """DeepSpeed's, of which it prints a list, stand in every second layer."""
+    mixture = {"num_experts": 8, "moe_ffn_hidden_size": 96, "moe_layer_freq": str([0] + [1] * 23)}
+    shape = run_config(log(arguments=ARGUMENTS | mixture)).shape
+    assert (shape.experts, shape.top_k, shape.expert_ffn, shape.first_dense) == (8, 2, 96, 1)
+    other = run_config(log(arguments=ARGUMENTS | {"num_experts": "[64]"}))
+    assert (other.shape, "num_experts=[64]" in other.note) == (None, True)
+
+
 def test_the_timers_of_logs_stand_side_by_side_as_medians():
     megatron = {"iteration": [1, 2], "forward-compute": [0.4, 0.6], "optimizer": [0.1, 0.1]}
     runs = (measure_log(log(2, timers=megatron)), measure_log(log(2, name="b.log")))

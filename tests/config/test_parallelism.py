@@ -1,7 +1,5 @@
 """What a model and a cluster ask of a topology: each rule at its edge."""
 
-from dataclasses import replace
-
 import pytest
 
 from trilane.config.cluster import cluster
@@ -41,17 +39,3 @@ def test_a_tensor_parallel_group_may_fill_nodes_where_the_network_is_half_as_fas
     """dgx-h100: 400 GB/s a node against 450 a GPU; jz-h100, nodes of 4: 200 against 450."""
     shape = parse_shape("24,3072,48,2048,61440")
     assert (invalid_reason(shape, Topology(tp=tp, dp=4, gbs=4), cluster(name)) is None) is allowed
-
-
-@pytest.mark.parametrize(
-    ("name", "ep", "allowed"),
-    [
-        ("dgx-a100-80g", 8, True),
-        ("dgx-a100-80g", 16, False),
-        ("dgx-h100", 16, True),
-    ],
-)
-def test_deepep_asks_for_hopper_or_for_ampere_inside_a_node(name: str, ep: int, allowed: bool):
-    shape = replace(SHAPE, experts=16, top_k=2, expert_ffn=64)
-    topology = Topology(dp=16, gbs=16, ep=ep, dispatcher="deepep")
-    assert (invalid_reason(shape, topology, cluster(name)) is None) is allowed

@@ -81,6 +81,7 @@ def test_planning_imports_neither_torch_nor_pandas_nor_scipy():
 
 
 BLOOM = replace(SMALL, positions="alibi", embedding_layernorm=True, activation="gelu-tanh")
+GATED = {"activation": "swiglu", "biases": "none"}
 ZERO = {"engine": "deepspeed-zero"}
 HF = {"engine": "hf-zero3", "shape": BLOOM}
 EVEN = "type:transformer|embedding"
@@ -102,6 +103,11 @@ BAD_TOPOLOGIES = [  # fields of the topology, of the plan beside it, and how the
         {"precision": "bf16"},
         {"cluster": cluster("jz-v100-32g")},
         "precision=bf16: V100-32GB has no bf16 matrix units",
+    ),
+    (
+        {"dp": 16, "gbs": 16, "ep": 16, "dispatcher": "deepep"},
+        {"shape": replace(SMALL, experts=16, top_k=2, expert_ffn=64, **GATED)},
+        "dispatcher=deepep: needs compute capability 9.0, or 8.0 where",
     ),
     ({}, {"run": Run(eval_interval=5, eval_iters=1)}, "run.eval_interval=5: needs a share"),
 ]

@@ -32,6 +32,13 @@ def seconds(machine: Cluster = A100, constants: Constants = K, **topology: objec
     return iteration_time(x, machine, constants)
 
 
+def test_two_stages_are_alike_whichever_end_has_a_number():
+    first, last = {"first_stage_layers": 15}, {"last_stage_layers": 9}
+    plan = {"pp": 2, "dp": 8, "gbs": 16, "recompute": "block", "recompute_layers": 3}
+    times = [seconds(**plan, **ends).total for ends in (first, last, first | last)]
+    assert times[0] == times[1] == times[2]
+
+
 @pytest.mark.parametrize(
     ("sizes", "leaves"),
     [
