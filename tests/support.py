@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from trilane.config.cluster import Cluster, Gpu
-from trilane.config.model import ModelShape
+from trilane.config.model import parse_shape
 from trilane.config.parallelism import Topology
 from trilane.config.plan import Plan
 from trilane.config.training import Data, Run
@@ -116,9 +116,7 @@ def known_machine(outputs: Path) -> Path:
 
 def small_plan(label: str = "small", train_iters: int = 4, **topology: int) -> Plan:
     """A GPT of two layers on made-up data, trained in seconds."""
-    shape = ModelShape(
-        num_layers=2, hidden_size=64, num_attention_heads=4, seq_length=32, vocab_size=384
-    )
+    shape = parse_shape("2,64,4,32,384")
     return Plan(
         label=label,
         shape=shape,

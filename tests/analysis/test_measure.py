@@ -114,16 +114,15 @@ def test_the_shape_of_a_log_has_megatrons_experts():
     """DeepSpeed's, of which it prints a list, stand in every second layer."""
     mixture = {"num_experts": 8, "moe_ffn_hidden_size": 96, "moe_layer_freq": str([0] + [1] * 23)}
     shape = run_config(log(arguments=ARGUMENTS | mixture)).shape
-    assert (shape.experts, shape.top_k, shape.expert_ffn, shape.first_dense) == (8, 2, 96, 1)
-    other = run_config(log(arguments=ARGUMENTS | {"num_experts": "[64]"}))
-    assert (other.shape, "num_experts=[64]" in other.note) == (None, True)
+    assert (shape.experts, shape.expert_ffn, shape.first_dense) == (8, 96, 1)
+    assert "[64]" in run_config(log(arguments=ARGUMENTS | {"num_experts": "[64]"})).note
 
 
 def test_the_timers_of_logs_stand_side_by_side_as_medians():
     megatron = {"iteration": [1, 2], "forward-compute": [0.4, 0.6], "optimizer": [0.1, 0.1]}
     runs = (measure_log(log(2, timers=megatron)), measure_log(log(2, name="b.log")))
-    words = Page(MeasuredRuns(runs=runs).timers()).text.split()
-    assert words == ["timer", "(s)", "a.log", "b.log", "forward-compute", "0.5", "optimizer", "0.1"]
+    words = " ".join(Page(MeasuredRuns(runs=runs).timers()).text.split())
+    assert words == "timer (s) a.log b.log forward-compute 0.5 optimizer 0.1"
     assert "forward" not in MeasuredRuns(runs=runs[1:]).timers()
 
 

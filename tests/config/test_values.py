@@ -18,9 +18,7 @@ from trilane.config.plan import Plan, plan_from_json, read_plan
 from trilane.config.training import Data, Optimizer, Run
 from trilane.utils.validation import from_mapping
 
-SMALL = ModelShape(
-    num_layers=4, hidden_size=128, num_attention_heads=4, seq_length=128, vocab_size=384
-)
+SMALL = parse_shape("4,128,4,128,384")
 
 
 def plan(**changes):

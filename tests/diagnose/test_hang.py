@@ -110,7 +110,7 @@ def test_nodes_are_named_after_their_files(tmp_path, capsys):
         dumps = [pyspy_text(LAUNCHER, 101), pyspy_text(WORKER, 102)]
         dumps += [pyspy_text(stack, 100 + 10 * local) for local, stack in enumerate(stacks)]
         (tmp_path / f"trace-{host}{'-gpu1.5' * node}.out").write_text("".join(dumps))
-    assert main(["debug", "hang", str(tmp_path), "--tp=4", "--pp=2", "--dp=2", "--json"]) == 0
+    assert main(f"debug hang {tmp_path} --tp=4 --pp=2 --dp=2 --json".split()) == 0
     verdict = json.loads(capsys.readouterr().out)
     assert (verdict["suspects"], verdict["exclude"]) == ([6], "--exclude=r8i0n3")
 

@@ -205,9 +205,9 @@ def test_ranks_without_a_fingerprint_are_noted_and_their_tensors_not_compared(
 def test_the_command_prints_it_in_lines_and_as_json(before: Path, tmp_path, capsys):
     whole = loaded(tmp_path / "after", prints())
     broken = put(tmp_path / "broken", LOST["a norm reset"][0])
-    assert main(["debug", "restart", str(before), str(whole)]) == 0
+    assert main(f"debug restart {before} {whole}".split()) == 0
     assert "nothing is wrong" in capsys.readouterr().out
-    assert main(["debug", "restart", str(before), str(broken), "--json"]) == 1
+    assert main(f"debug restart {before} {broken} --json".split()) == 1
     (finding,) = json.loads(capsys.readouterr().out)["findings"]
     assert finding["ranks"][0] == {"rank": 2, "tp": 0, "pp": 1, "dp": 0}
 
@@ -241,7 +241,7 @@ def test_what_cannot_be_compared_is_one_line_and_exit_code_2(
 ):
     make, line = BAD[name]
     make(tmp_path / "B")
-    assert main(["debug", "restart", str(before), str(tmp_path / "B")]) == 2
+    assert main(f"debug restart {before} {tmp_path}/B".split()) == 2
     error = capsys.readouterr().err
     assert error.startswith("trilane: " + line.format(B=tmp_path / "B")) and error.count("\n") == 1
 

@@ -18,16 +18,14 @@ from typing import Any
 
 from trilane.config.cluster import Cluster, cluster
 from trilane.config.engines import ENGINES
-from trilane.config.model import ModelShape
+from trilane.config.model import ModelShape, parse_shape
 from trilane.config.parallelism import Topology
 from trilane.config.plan import Plan, read_plan
 from trilane.config.training import Data, Optimizer, Run
 from trilane.utils.process import PARENT, context, die_with_parent, held_port
 
 sys.path.insert(0, str(Path(__file__).parent))  # of `reference`
-SHAPE = ModelShape(
-    num_layers=4, hidden_size=64, num_attention_heads=4, seq_length=64, vocab_size=512
-)
+SHAPE = parse_shape("4,64,4,64,512")
 OPTIMIZER = Optimizer(lr=2e-3, min_lr=2e-4, warmup_samples=40, decay_samples=160)
 BLOOM = replace(SHAPE, embedding_layernorm=True, positions="alibi", activation="gelu-tanh")
 LLAMA = replace(

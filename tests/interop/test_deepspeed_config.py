@@ -8,16 +8,14 @@ from recorded import compare
 
 from trilane.cli.app import main
 from trilane.config.cluster import cluster
-from trilane.config.model import ModelShape
+from trilane.config.model import parse_shape
 from trilane.config.parallelism import Topology
 from trilane.config.plan import Plan, read_plan
 from trilane.costmodel.columns import columns_of
 from trilane.costmodel.memory import memory_per_stage
 from trilane.interop.deepspeed_config import _flat, deepspeed_config, read_deepspeed
 
-SMALL = ModelShape(
-    num_layers=4, hidden_size=128, num_attention_heads=4, seq_length=128, vocab_size=384
-)
+SMALL = parse_shape("4,128,4,128,384")
 
 
 Z = "zero_optimization"

@@ -16,7 +16,7 @@ from trilane.cli.app import main
 from trilane.config.batch_rampup import Ramp
 from trilane.config.cluster import cluster
 from trilane.config.layer import Layer
-from trilane.config.model import ModelShape
+from trilane.config.model import parse_shape
 from trilane.config.parallelism import Topology
 from trilane.config.plan import Plan, read_plan
 from trilane.config.training import Data, Optimizer, Part, Run
@@ -24,9 +24,7 @@ from trilane.interop.megatron_args import megatron_args, megatron_text
 from trilane.interop.megatron_parse import ParsedPlan, parse_plan
 from trilane.interop.shell_args import read_arguments
 
-SHAPE = ModelShape(
-    num_layers=8, hidden_size=256, num_attention_heads=8, seq_length=128, vocab_size=50304
-)
+SHAPE = parse_shape("8,256,8,128,50304")
 OPTIMIZER = Optimizer(
     lr=6e-5, min_lr=6e-6, warmup_samples=216, decay_samples=999, adam_beta2=0.95, clip_grad=0.5
 )
@@ -298,7 +296,7 @@ CANNOT_BE_READ = [  # an argument of GOOD, what stands in its place, the message
     (GOOD, BLOCK[:800], "arguments=1 blocks: must be one"),
     ("", "--use-megatron-fsdp", "--use-megatron-fsdp=yes: a plan shards"),
     ("", "--num-experts 8 --moe-layer-freq 2", "--moe-layer-freq=2: a plan has dense layers in"),
-    ("", "--rampup-batch-size 16 x", "--rampup-batch-size=16 x: must be START INCREMENT SAMPLES"),
+    ("", "--rampup-batch-size 16 x", "ramp=16,x: must be whole numbers above zero"),
     (
         "--tensor-model-parallel-size 2",
         "--tensor-model-parallel-size 0",

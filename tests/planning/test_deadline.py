@@ -93,6 +93,6 @@ def test_the_calendar_of_the_best_plan_has_its_gpu_hours(capsys, tmp_path):
     path = tmp_path / "best.json"
     path.write_text(capsys.readouterr().out)
     first = json.loads(path.read_text())["plans"][0]["costs"]
-    assert main(["plan", "calendar", str(path), "--tokens", str(first["tokens"]), "--json"]) == 0
+    assert main(f"plan calendar {path} --tokens {first['tokens']} --json".split()) == 0
     hours = json.loads(capsys.readouterr().out)["gpu_hours_p50"]
     assert hours == pytest.approx(first["gpu_hours_p50"], rel=1e-6)

@@ -119,7 +119,7 @@ def test_watching_goes_on_while_slurm_is_away_and_reports_it_once(commands, fold
     (line,) = lines
     assert line.endswith("time limit SLURM: TIMEOUT")
     commands.say("squeue", AWAY)
-    assert main(["slurm", "watch", str(folder), "--every", "0.01", "--seconds", "0.2"]) == 75
+    assert main(f"slurm watch {folder} --every 0.01 --seconds 0.2".split()) == 75
     assert capsys.readouterr().out.count("SLURM does not answer") == 1
     commands.say("scontrol", AWAY)
     assert main(["slurm", "status", str(folder)]) == 75

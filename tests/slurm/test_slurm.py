@@ -295,7 +295,7 @@ def test_without_the_controller_nothing_is_shown_submitted_or_cancelled(
             assert main(["slurm", *command]) == 75
             out, line = capsys.readouterr()
             assert not out and line.count("\n") == 1 and line.endswith("nothing was changed\n")
-        assert main(["slurm", "watch", str(waits), "--every", "1", "--seconds", "0.1"]) == 75
+        assert main(f"slurm watch {waits} --every 1 --seconds 0.1".split()) == 75
         assert time.monotonic() - begin < 25
     finally:
         with contextlib.suppress(ProcessLookupError):

@@ -66,7 +66,11 @@ def run_config(log: RunLog, plan: Plan | None = None, gpu: Gpu | None = None) ->
     other = _indescribable(log, shape)
     # the argument where the log reaches or names it, else the largest printed
     printed = np.nan_to_num(log.column("global_batch_size")).max(initial=0)
-    config = RunConfig(
+    precision = _precision(log)
+    peak = 0.0
+    if gpu and gpu.kind == "cuda":
+        peak = getattr(gpu, f"{precision or 'fp16'}_flops_per_s")
+    return RunConfig(
         shape=None if other else shape,
         note=other and f"no TFLOPs by shape: none has {other}",
         gpus=gpus,
@@ -78,12 +82,9 @@ def run_config(log: RunLog, plan: Plan | None = None, gpu: Gpu | None = None) ->
         seq_length=whole(log, "seq_length", "encoder_seq_length"),
         recompute=_recompute(log),
         interleaving=whole(log, *NAMES["interleaving"]) or 1,
-        precision=_precision(log),
+        precision=precision,
+        peak_flops_per_s=peak,
     )
-    if not gpu or gpu.kind != "cuda":
-        return config
-    peak = getattr(gpu, f"{config.precision or 'fp16'}_flops_per_s")
-    return replace(config, peak_flops_per_s=peak)
 
 
 def of_window(config: RunConfig, log: RunLog, counts: np.ndarray) -> RunConfig:

@@ -87,6 +87,7 @@ class ModelShape(Record):
         "what norms add to the variance (Llama 1 and Qwen: 1e-6)",
         above=0,
         below=1,
+        megatron="norm-epsilon",
         predicts=False,
     )
     rotary_base: float = option(
@@ -94,6 +95,7 @@ class ModelShape(Record):
         "the longest wavelength is almost 2 pi times this, rope_theta (Llama 3: 500000)",
         above=1,
         maximum=1e12,
+        megatron="rotary-base",
         predicts=False,
     )
     kv_channels: int | None = option(
@@ -110,6 +112,7 @@ class ModelShape(Record):
         0,
         "every so manieth layer has no rotary positions (SmolLM3: 4); 0: all have; changes no size",
         maximum=1 << 16,
+        megatron="no-rope-freq",
         predicts=False,
     )
     experts: int = option(

@@ -311,8 +311,8 @@ def shape_rules(t: Any, shape: ModelShape) -> Rules:
     yield not experts or experts % t.ep == 0, "ep", f"must divide experts={experts}"
     rule = f"must divide expert_ffn={shape.expert_ffn}"
     yield not experts or shape.expert_ffn % t.etp == 0, "etp", rule
-    is_usual = t.dispatcher == DISPATCHERS[0]
-    yield experts or is_usual, "dispatcher", "needs a model with experts"
+    rule = "needs a model with experts"
+    yield experts or t.dispatcher == DISPATCHERS[0], "dispatcher", rule
     rule = "needs sequence_parallel where a model has experts"
     yield not experts or t.tp == 1 or t.sequence_parallel, "tp", rule
     rule = "interleaving needs microbatches % pp == 0"

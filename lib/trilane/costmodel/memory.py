@@ -108,7 +108,7 @@ def engine_memory(
     those of 16 bits, too. Below compute capability
     8.0, and under ZeRO-3, gates are several kernels. No kernel before 8.0 reads shared keys once.
     """
-    old = (cluster.gpu.compute_capability or (0, 0)) < (8, 0)
+    old = cluster.gpu.compute_capability < (8, 0)
     hf = engine == "hf-zero3"
     several = not hf and (old or zero == 3)
     # a compiled kernel draws the masks again

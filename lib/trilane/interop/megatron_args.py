@@ -19,7 +19,7 @@ from trilane.utils.validation import require, shipped_json
 
 Arguments = dict[str, list[str]]  # name without leading dashes -> values; empty for a switch
 # fields with its own defaults
-USUAL = ("decay_samples", "wsd_decay_style", "wsd_decay_samples", *MIXTURE)
+USUAL = ("decay_samples", "wsd_decay_style", "wsd_decay_samples", "no_rope_freq", *MIXTURE)
 
 
 def known_arguments() -> dict[str, Any]:
@@ -119,11 +119,9 @@ def _of_plan(plan: Plan) -> dict[str, Any]:
         "eval-interval": run.eval_interval or 1000,
         "no-bias-gelu-fusion": shape.activation != "gelu-tanh",
         "ffn-hidden-size": shape.ffn,
-        "norm-epsilon": shape.norm_epsilon,
         "rotary-base": int(shape.rotary_base),
         "padded-vocab-size": shape.vocab_size,
         "kv-channels": shape.kv_channels or False,
-        "no-rope-freq": shape.no_rope_freq or False,
         "untie-embeddings-and-output-weights": not shape.tied_embeddings,
         "use-distributed-optimizer": topology.zero == 1,
         "accumulate-allreduce-grads-in-fp32": topology.precision != "fp32",
@@ -162,19 +160,16 @@ def _of_experts(plan: Plan) -> dict[str, Any]:
     """
     shape = plan.shape
     topology = plan.topology
-    capability = plan.cluster.gpu.compute_capability or (0, 0)
     values: dict[str, Any] = {
         "expert-tensor-parallel-size": topology.etp,
         "moe-shared-expert-intermediate-size": shape.shared_channels or False,
         "moe-router-load-balancing-type": "aux_loss" if shape.aux_loss else "none",
-        "moe-router-topk": shape.top_k,
         "moe-router-dtype": "fp32",
-        "moe-grouped-gemm": capability >= (8, 0),  # it refuses others
+        "moe-grouped-gemm": plan.cluster.gpu.compute_capability >= (8, 0),  # it refuses others
         "moe-token-dispatcher-type": topology.dispatcher,
     }
     if shape.first_dense:
-        layers = f"([0]*{shape.first_dense}+[1]*{shape.expert_layers})"
-        values["moe-layer-freq"] = layers
+        values["moe-layer-freq"] = f"([0]*{shape.first_dense}+[1]*{shape.expert_layers})"
     if topology.dispatcher in SINGLE:
         values["moe-token-dispatcher-type"] = "flex"
         values["moe-flex-dispatcher-backend"] = topology.dispatcher

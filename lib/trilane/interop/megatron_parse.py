@@ -187,7 +187,8 @@ def shape_of(given: Given, vocab_size: int = 0) -> ModelShape:
     """The shape, by both programs' names and those of Microsoft's fork of Megatron-DeepSpeed (Llama
     scripts). Raises ValueError where a size is missing, or they do not fit together.
     """
-    sizes = given.fields(ModelShape, {"top_k": 2})
+    epsilon = given.get("layernorm_epsilon", float, ModelShape.norm_epsilon)
+    sizes = given.fields(ModelShape, {"top_k": 2, "norm_epsilon": epsilon})
     sizes |= _experts(given, sizes)
     normalization = given.get("normalization", str, "LayerNorm").lower()
     require_known("--normalization", normalization, ("layernorm", "rmsnorm"))
@@ -200,7 +201,6 @@ def shape_of(given: Given, vocab_size: int = 0) -> ModelShape:
     groups = 0
     if given.has("group_query_attention"):
         groups = given.get("num_query_groups", int, 1)
-    epsilon = given.get("layernorm_epsilon", float, ModelShape.norm_epsilon)
     biases = "all"
     if given.has("disable_bias_linear"):
         biases = "qkv" if given.has("add_qkv_bias") else "none"
@@ -216,10 +216,7 @@ def shape_of(given: Given, vocab_size: int = 0) -> ModelShape:
         num_key_value_heads=groups or given.get("num_key_value_heads", int, 0) or None,
         tied_embeddings=not given.has("untie_embeddings_and_output_weights"),
         embedding_layernorm=given.has("embed_layernorm"),
-        norm_epsilon=given.get("norm_epsilon", float, epsilon),
-        rotary_base=given.get("rotary_base", float, ModelShape.rotary_base),
         kv_channels=given.get("kv_channels", int, 0) or None,
-        no_rope_freq=given.get("no_rope_freq", int, 0),
     )
 
 
@@ -322,16 +319,16 @@ def _topology(given: Given, is_fork: bool, gpus: int) -> Topology:
     option = "num_layers_per_virtual_pipeline_stage"
     if given.has(option):
         layers = given.get("num_layers", int)
-        each = given.get(option, int)
+        each = pp * given.get(option, int)
         rule = f"x pp={pp} must divide num-layers={layers}"
-        is_even = each > 0 and layers % (each * pp) == 0
-        require(is_even, option.replace("_", "-"), each, rule)
-        sizes["interleaving"] = layers // (each * pp)
+        is_even = each > 0 and layers % each == 0
+        require(is_even, option, each // pp, rule)
+        sizes["interleaving"] = layers // each
     sizes["partition"] = _partition(given)
     if layout := given.get(LAYOUT, str, ""):
         for name in DEALT:
-            is_free = sizes[name] == getattr(Topology, name)
-            require(is_free, LAYOUT, layout, f"contradicts {name}={sizes[name]}")
+            rule = f"contradicts {name}={sizes[name]}"
+            require(sizes[name] == getattr(Topology, name), LAYOUT, layout, rule)
         sizes |= layout_fields(layout, given.get("num_layers", int), pp)
     if not given.has("global_batch_size"):
         sizes["gbs"] = sizes["mbs"] * dp
@@ -401,11 +398,7 @@ def _run(given: Given, data: Data, gbs: int) -> Run:
     """Both programs count in samples or iterations; a plan's length is in iterations."""
     ramp = Ramp()
     if given.has("rampup_batch_size"):
-        words = given.all("rampup_batch_size")
-        is_ramp = len(words) == 3 and all(word.replace("_", "").isdecimal() for word in words)
-        text = " ".join(words) or "missing"
-        require(is_ramp, "--rampup-batch-size", text, "must be START INCREMENT SAMPLES")
-        ramp = parse_ramp(",".join(words))
+        ramp = parse_ramp(",".join(given.all("rampup_batch_size")))
     if given.has("train_samples"):
         iterations = ramp.iterations(given.get("train_samples", int), gbs)
     else:

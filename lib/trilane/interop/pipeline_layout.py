@@ -43,7 +43,7 @@ def layout_fields(layout: str, layers: int, pp: int) -> dict[str, Any]:
     if pp > 1 and len({*map(len, stages)}) == 1:
         return fields | {"partition": PARTITION[1]}
     ranks = counts[:pp]
-    each = ranks[1] if pp > 1 else ranks[0]
+    each = ranks[pp // 2]
     is_alike = counts == ranks * chunks and min(ranks) > 0 and {*ranks[1:-1]} <= {each}
     rule = "a plan has stages alike, by layers or letters, but for the layers of the first and last"
     require(is_alike, LAYOUT, layout, rule)
