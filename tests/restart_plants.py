@@ -113,7 +113,7 @@ def cycle(
     plan = changed(plan, "optimizer", lr=1e-3, min_lr=1e-4, warmup_samples=0, clip_grad=0.1)
     plan = replace(plan, dropout=Dropout(hidden=0.1, attention=0.1))
     first = changed(plan, "run", save_interval=1, keep_last=0)
-    second = changed(first, "run", load=str(folder / "first/checkpoints/iter_0000001"))
+    second = changed(first, "run", load=f"{folder}/first/checkpoints/iter_0000001")
     for name, own in (("first", first), ("second", second)):
         place = run_folder(own, folder / name)
         if plant:

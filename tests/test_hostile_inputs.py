@@ -40,7 +40,7 @@ def here(tmp_path, monkeypatch) -> Iterator[Path]:
     test.
     """
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("TRILANE_OUTPUTS", str(tmp_path / "outputs"))
+    monkeypatch.setenv("TRILANE_OUTPUTS", f"{tmp_path}/outputs")
     write("plan.json", small_plan().to_json())
     signal.signal(signal.SIGALRM, lambda *_: pytest.fail("it hangs"))
     signal.alarm(60)

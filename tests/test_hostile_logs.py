@@ -244,7 +244,7 @@ def test_a_file_that_is_no_log_is_one_line(
     monkeypatch.setattr("trilane.logs.reading.lines.UNPACKED", 16 << 20)
     monkeypatch.setattr("trilane.logs.reading.runs.MAX_RUNS", 100)
     write(tmp_path / "run.log", content)
-    code, _ = judged(["logs", "parse", str(tmp_path / "run.log")], tmp_path, capsys)
+    code, _ = judged(["logs", "parse", f"{tmp_path}/run.log"], tmp_path, capsys)
     assert code == expected
 
 
@@ -320,7 +320,7 @@ def pair(
         + ends.tobytes()
     )
     (root / "pair.idx").write_bytes(values)
-    return str(root / "pair")
+    return f"{root}/pair"
 
 
 def of(name: str, content: Content) -> Callable[[Path], str]:
@@ -375,7 +375,7 @@ def prepared(root: Path, data: dict[str, str], capsys) -> tuple[int, str]:
     folder = root.parent / f"{root.name}-data"
     plan = replace(small_plan(folder), data=Data(folder=str(folder), **data))
     write(root / "plan.json", json.dumps(plan.to_json()))
-    code, output = judged([str(root / "plan.json")], root, capsys, corpus.main)
+    code, output = judged([f"{root}/plan.json"], root, capsys, corpus.main)
     assert code == 0 or not [*folder.glob("*.[bi]*"), *folder.glob(".*")]
     return code, output
 
@@ -419,7 +419,7 @@ TOKENIZERS: dict[str, tuple[Content, str]] = {
 def test_a_hostile_tokenizer_is_one_line(content: Content, rule: str, tmp_path, capsys):
     write(tmp_path / "tokenizer.json", content)
     write(tmp_path / "text.txt", "a b " * 100)
-    data = {"source": str(tmp_path / "text.txt"), "tokenizer": str(tmp_path)}
+    data = {"source": f"{tmp_path}/text.txt", "tokenizer": str(tmp_path)}
     code, output = prepared(tmp_path, data, capsys)
     assert (code, rule in output) == (2, True), output
 

@@ -48,7 +48,7 @@ def make_venv(folder: Path, python: str = "", *, check: bool = False) -> tuple[i
     options = ["--check"] if check else []
     command = [REPOSITORY / ".ci/venv", *options, folder / "a venv", python]
     done = subprocess.run(
-        command, env={"PATH": str(folder / "bin")}, cwd=folder, capture_output=True, text=True
+        command, env={"PATH": f"{folder}/bin"}, cwd=folder, capture_output=True, text=True
     )
     return done.returncode, done.stdout + done.stderr
 

@@ -57,7 +57,7 @@ def test_a_loss_that_rises_and_stays_is_a_divergence():
 
 
 def test_the_command_joins_logs_and_reports(tmp_path, capsys):
-    first, later = str(tmp_path / "1.log"), str(tmp_path / "2.log")
+    first, later = f"{tmp_path}/1.log", f"{tmp_path}/2.log"
     for path, numbers in ((first, range(1, 41)), (later, range(36, 61))):
         losses = {i: 9 if i == 50 else 5 - 0.01 * (i % 3) for i in numbers}
         lines = [m2021(i, n=60, loss=loss) for i, loss in losses.items()]

@@ -86,7 +86,7 @@ BAD = [
 def here(tmp_path, monkeypatch):
     """A folder with a plan, files that hold several, none or other things, and a binary one."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("TRILANE_OUTPUTS", str(tmp_path / "outputs"))
+    monkeypatch.setenv("TRILANE_OUTPUTS", f"{tmp_path}/outputs")
     plan = small_plan().to_json()
 
     many = {"plans": [{"id": "1", **plan}, {"id": "2", **plan}]}

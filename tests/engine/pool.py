@@ -79,7 +79,7 @@ def answer(folder: Path) -> int:
             ),
             number,
         )
-    code = compile((folder / "ask.py").read_text(), str(folder / "ask.py"), "exec")
+    code = compile((folder / "ask.py").read_text(), f"{folder}/ask.py", "exec")
     exec(code, {"__name__": "__main__", "plan": read_plan(folder / "plan.json"), "join": join})
     return 0
 

@@ -39,7 +39,7 @@ def test_ranks_of_srun_on_two_hosts_measure_inside_and_between(ask, tmp_path):
     code = f"SLURM, FOLDER = {SLURM!r}, {str(tmp_path)!r}\n{TWO_HOSTS}"
     assert ask(small_plan(tmp_path, dp=4), code, joined=False) == 4 * "0\n"
     assert [path.name for path in tmp_path.iterdir()] == ["local.json"]
-    two = cluster(str(tmp_path / "local.json"))
+    two = cluster(f"{tmp_path}/local.json")
     assert (two.name, two.gpus_per_node, two.max_nodes) == ("local", 2, 2)
     assert two.cores_per_node == len(os.sched_getaffinity(0))
     assert_plausible(two)

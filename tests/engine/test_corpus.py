@@ -23,7 +23,7 @@ def test_bytes_and_end_of_document_come_back_from_megatrons_own_reader(tmp_path)
     source = tmp_path / "two.jsonl"
     texts = ["größe " * 20, TEXT]
     source.write_text("\n".join(json.dumps({"text": text}) for text in texts))
-    prefix = prepare(Data(source=str(source), folder=str(tmp_path / "data")), SHAPE)
+    prefix = prepare(Data(source=str(source), folder=f"{tmp_path}/data"), SHAPE)
     assert [ids.tolist() for ids in IndexedDataset(prefix)] == [
         [*text.encode(), 256] for text in texts
     ]
@@ -33,25 +33,25 @@ def test_a_pair_made_for_megatron_is_used_as_it_is(tmp_path):
     from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
     from torch import arange
 
-    builder = IndexedDatasetBuilder(str(tmp_path / "given.bin"), dtype=np.int32)
+    builder = IndexedDatasetBuilder(f"{tmp_path}/given.bin", dtype=np.int32)
     builder.add_document(
         arange(300), [100, 200]
     )  # one document of two sequences, as a sentence splitter leaves it
-    builder.finalize(str(tmp_path / "given.idx"))
-    prefix = str(tmp_path / "given")
+    builder.finalize(f"{tmp_path}/given.idx")
+    prefix = f"{tmp_path}/given"
     lengths, largest = check_pair(prefix)
     assert (lengths.sum(), largest) == (300, 299)
-    elsewhere = str(tmp_path / "nowhere")  # the tokenizer that made it is not needed
+    elsewhere = f"{tmp_path}/nowhere"  # the tokenizer that made it is not needed
     for source in (prefix, prefix + ".bin", prefix + ".idx"):
         assert (
-            prepare(Data(source=source, tokenizer=elsewhere, folder=str(tmp_path / "data")), SHAPE)
+            prepare(Data(source=source, tokenizer=elsewhere, folder=f"{tmp_path}/data"), SHAPE)
             == prefix
         )
     assert not (tmp_path / "data").exists()
 
 
 def pair(at: Path, largest: int = 300) -> Path:
-    write_pair([np.arange(largest + 1, dtype=np.int32)], str(at / "pair"), 60_000)
+    write_pair([np.arange(largest + 1, dtype=np.int32)], f"{at}/pair", 60_000)
     return at / "pair"
 
 
@@ -71,14 +71,14 @@ def damaged(suffix: str, change: Callable[[bytes], bytes]) -> Callable[[Path], s
     def made(at: Path) -> str:
         file = pair(at).with_suffix(suffix)
         file.write_bytes(change(file.read_bytes()))
-        return str(at / "pair")
+        return f"{at}/pair"
 
     return made
 
 
 SHORT = "has 10 tokens, one sample needs 65"
 BAD = {
-    "missing": (lambda at: str(at / "nowhere.txt"), "(known names: stdlib, mock)"),
+    "missing": (lambda at: f"{at}/nowhere.txt", "(known names: stdlib, mock)"),
     "empty": (of("empty.txt", b""), "is empty"),
     "latin": (of("latin.txt", TEXT.encode() + b"gr\xf6\xdfe"), "not text in UTF-8 (byte 602)"),
     "short": (of("short.txt", b"too short"), SHORT),
@@ -90,7 +90,7 @@ BAD = {
 @pytest.mark.parametrize(("make", "message"), BAD.values(), ids=BAD)
 def test_a_bad_corpus_is_refused_in_one_line(make: Callable, message: str, tmp_path):
     with pytest.raises(ValueError) as error:
-        prepare(Data(source=make(tmp_path), folder=str(tmp_path / "data")), SHAPE)
+        prepare(Data(source=make(tmp_path), folder=f"{tmp_path}/data"), SHAPE)
     assert str(error.value).startswith("data.source=")
     assert str(error.value).endswith(message)
     assert "\n" not in str(error.value)
@@ -99,7 +99,7 @@ def test_a_bad_corpus_is_refused_in_one_line(make: Callable, message: str, tmp_p
 def test_a_tokenizer_that_is_missing_or_larger_than_the_vocabulary_is_refused(
     tmp_path,
 ):
-    elsewhere = Data(source="mock", tokenizer=str(tmp_path / "nowhere"), folder=str(tmp_path))
+    elsewhere = Data(source="mock", tokenizer=f"{tmp_path}/nowhere", folder=str(tmp_path))
     with pytest.raises(ValueError, match=r"^data.tokenizer=.*: no folder with a tokenizer.json"):
         prepare(elsewhere, SHAPE)
     with pytest.raises(ValueError, match="vocab_size=256: tokenizer bytes has 257 ids"):

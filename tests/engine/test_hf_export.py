@@ -117,11 +117,11 @@ def test_the_tokenizer_of_a_folder_is_that_of_the_training(tmp_path):
     coder.pre_tokenizer = pre_tokenizers.Whitespace()
     coder.add_special_tokens(["</s>"])
     (tmp_path / "words").mkdir()
-    coder.save(str(tmp_path / "words/tokenizer.json"))
+    coder.save(f"{tmp_path}/words/tokenizer.json")
     checkpoint(LLAMA, tmp_path / "checkpoint")
-    export(tmp_path / "checkpoint", tmp_path / "model", str(tmp_path / "words"))
+    export(tmp_path / "checkpoint", tmp_path / "model", f"{tmp_path}/words")
     theirs = AutoTokenizer.from_pretrained(tmp_path / "model")
-    ours = tokenizer(str(tmp_path / "words")).encode("b a").tolist()
+    ours = tokenizer(f"{tmp_path}/words").encode("b a").tolist()
     assert [*theirs("b a")["input_ids"], theirs.eos_token_id] == ours
 
 

@@ -84,7 +84,7 @@ def test_after_a_spike_a_run_goes_on_without_those_iterations(fork, data, tmp_pa
     spiked = run_folder(changed(plan, "run", exit_iteration=4), tmp_path / "spiked")
     fork(2, spiked)
     plan = changed(plan, "run", skip="3-4,6")
-    start = changed(plan, "run", load=str(spiked / "checkpoints/iter_0000002"))
+    start = changed(plan, "run", load=f"{spiked}/checkpoints/iter_0000002")
     folder = run_folder(start, tmp_path / "run")
     fork(2, folder)
     found = steps(spiked)[:2] + steps(folder)

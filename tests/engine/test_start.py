@@ -94,7 +94,7 @@ def test_nodes_that_wait_in_vain_end_as_a_failed_rendezvous(tmp_path, capfd):
     """torchrun's agents: one where the other node is missing, one where the first does
     not answer.
     """
-    one = [str(tmp_path / "f"), "--nnodes=2", "--nproc-per-node=1", "--rdzv-id=7.0"]
+    one = [f"{tmp_path}/f", "--nnodes=2", "--nproc-per-node=1", "--rdzv-id=7.0"]
     with held_port() as port:
         one += ["--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}"]
     lines = {

@@ -97,7 +97,7 @@ def test_megatron_core_loads_what_we_write(shape, wide, fork, ask, data, tmp_pat
     fork(1, run)
     assert converted(run, tmp_path / "out") == 0
     several = small_plan(data, source="mock", shape=shape, **wide)
-    path = str(tmp_path / "out/iter_0000002")
+    path = f"{tmp_path}/out/iter_0000002"
     answer = ask(several, f"PATH = {path!r}\n{MODEL}{LOAD}").split()
     assert set(answer[::2]) == {"2"}
     assert max(map(float, answer[1::2])) == pytest.approx(loss_of(run, ask, data, shape), abs=1e-6)

@@ -203,7 +203,7 @@ def command(tmp_path, capsys):
 
     def run(words, values=None):
         (tmp_path / "x.json").write_text(json.dumps(values))
-        text = words.replace("FILE", str(tmp_path / "x.json"))
+        text = words.replace("FILE", f"{tmp_path}/x.json")
         code = main(
             ["plan", "calendar", str(path), *given, *text.split()]
         )  # the last of an option counts

@@ -42,7 +42,7 @@ def folder(request: pytest.FixtureRequest, data: Path, tmp_path) -> Path:
 @pytest.fixture
 def launched(folder: Path) -> Iterator[subprocess.Popen]:
     """The launcher of that run, as a command, once its training is under way."""
-    command = [sys.executable, "-m", "trilane", "train", str(folder / "plan.json")]
+    command = [sys.executable, "-m", "trilane", "train", f"{folder}/plan.json"]
     process = subprocess.Popen(
         command, env=environment(8), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
@@ -130,7 +130,7 @@ def test_a_launcher_killed_outright_leaves_no_orphan(launched: subprocess.Popen)
 
 def test_what_must_not_start_is_refused_before_anything_is_written(data, tmp_path, monkeypatch):
     """A folder that holds a run, and a corpus that is not there."""
-    folder = run_folder(small_plan(data, source=str(tmp_path / "nowhere")), tmp_path / "run")
+    folder = run_folder(small_plan(data, source=f"{tmp_path}/nowhere"), tmp_path / "run")
     with pytest.raises(ValueError, match=r"^data.source=.*nowhere: no such file or folder"):
         train_local(folder)
     for left in ("run.log", "steps.jsonl", "status.json"):

@@ -36,6 +36,6 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
     env = {**uncounted(), "TRILANE_OUTPUTS": str(outputs), "TMPDIR": str(temporary)}
     done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.strip() == str(outputs / "demo/index.html")
+    assert done.stdout.strip() == f"{outputs}/demo/index.html"
     assert "50/50, loss" in done.stderr, "progress shows on the terminal"
     return outputs / "demo"

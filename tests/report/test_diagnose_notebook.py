@@ -30,7 +30,7 @@ def test_the_notebook_runs_where_nothing_hangs_and_names_the_suspects_of_a_folde
     assert WORD in page and "example-node09" in page and "jean-zay" not in page
     scene = PLANTS["a rank in the data loader"](Random(3))
     write(tmp_path / "dumps", scene)
-    notebook.run("05_diagnose", Study.create("hung"), dumps=str(tmp_path / "dumps"))
+    notebook.run("05_diagnose", Study.create("hung"), dumps=f"{tmp_path}/dumps")
     page = (outputs / "hung" / "05_diagnose.html").read_text()
     assert (
         scene.guilty

@@ -38,9 +38,9 @@ def lab(demo: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     environment = {
         **uncounted(),
         "TRILANE_OUTPUTS": str(demo.parent),
-        "JUPYTER_CONFIG_DIR": str(base / "config"),
-        "JUPYTERLAB_SETTINGS_DIR": str(base / "settings"),
-        "JUPYTERLAB_WORKSPACES_DIR": str(base / "workspaces"),
+        "JUPYTER_CONFIG_DIR": f"{base}/config",
+        "JUPYTERLAB_SETTINGS_DIR": f"{base}/settings",
+        "JUPYTERLAB_WORKSPACES_DIR": f"{base}/workspaces",
     }
     with log.open("w") as stream:
         process = subprocess.Popen(

@@ -34,7 +34,7 @@ def test_a_wheel_brings_its_notebooks_and_templates(tmp_path):
         for name, value in os.environ.items()
         if name not in ("TRILANE_HOME", "TRILANE_OUTPUTS")
     }
-    env |= {"PYTHONPATH": str(tmp_path / "installed")}
+    env |= {"PYTHONPATH": f"{tmp_path}/installed"}
     (tmp_path / "here").mkdir()
     ask = [sys.executable, "-c", ASK]
     asked = subprocess.run(

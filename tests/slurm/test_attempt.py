@@ -90,7 +90,7 @@ def checkpoint(folder: Path, iteration: int) -> None:
 
 def test_a_job_starts_where_iterations_are_left_and_nothing_stops_it(folder, slurm):
     (folder / "stop").touch()
-    assert str(folder / "stop") in attempt.begin(folder)
+    assert f"{folder}/stop" in attempt.begin(folder)
     (folder / "stop").unlink()
     assert attempt.begin(folder) == BEGINNING
     at(folder, 4)

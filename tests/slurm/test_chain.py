@@ -55,7 +55,7 @@ def test_document_004s_schedule_becomes_a_chain_in_which_nothing_is_refused(tmp_
     p = Plan(label="tr3m", engine="deepspeed-3d", shape=shape, cluster=nodes, topology=t, run=run)
     (tmp_path / "plan.json").write_text(json.dumps(p.to_json()))
     stages = ",".join(f"{gbs}:{nodes}:{mbs}" for nodes, gbs, mbs in ON_16_GB)
-    command = ["slurm", "chain", str(tmp_path / "plan.json"), str(tmp_path / "c")]
+    command = ["slurm", "chain", f"{tmp_path}/plan.json", f"{tmp_path}/c"]
     command += ["--stages", stages, "--site", "jean-zay-v100-16g"]
     command += ["--account", "six@v100", "--time-limit", "20:00:00"]
     assert main([*command, "--json"]) == 0

@@ -252,9 +252,9 @@ def test_two_links_on_1_and_2_nodes_follow_the_ramp_with_the_losses_of_one_run(
     )
     p = replace(p, run=replace(p.run, ramp=Ramp(start=8, increment=8, samples=24)))
     (tmp_path / "plan.json").write_text(json.dumps(p.to_json()))
-    folder, asked = str(tmp_path / "chain"), ["--site", site, *ASKED]
+    folder, asked = f"{tmp_path}/chain", ["--site", site, *ASKED]
     stages = ["--stages", "8:1:1,16:2:1"]
-    assert main(["slurm", "chain", str(tmp_path / "plan.json"), folder, *asked, *stages]) == 0
+    assert main(["slurm", "chain", f"{tmp_path}/plan.json", folder, *asked, *stages]) == 0
     capsys.readouterr()
     assert main(["slurm", "submit", folder, *asked]) == 0
     submitted, paths = (
@@ -320,7 +320,7 @@ def test_one_task_for_each_process_trains_saves_at_the_signal_and_is_found_by_it
     (tmp_path / "image.sif").touch()
     (tmp_path / "apptainer").write_text(BOX)
     (tmp_path / "apptainer").chmod(0o755)
-    box = {"container": "apptainer", "container_image": str(tmp_path / "image.sif")}
+    box = {"container": "apptainer", "container_image": f"{tmp_path}/image.sif"}
     own = replace(SITE, setup=(f"PATH={tmp_path}:$PATH",), **box)
     request = replace(REQUEST, launcher="srun")
     pace(monkeypatch)
@@ -361,7 +361,7 @@ def test_of_a_sweep_one_run_fails_and_is_submitted_again_alone(
         ["--site", site, *ASKED],
         ["slurm", "submit", str(folder), "--site", site, *ASKED],
     )
-    assert main(["slurm", "sweep", str(tmp_path / "plans.json"), str(folder), *asked]) == 0
+    assert main(["slurm", "sweep", f"{tmp_path}/plans.json", str(folder), *asked]) == 0
     assert main(submit) == 1  # the check sees that the corpus is missing
     assert '"data"' in capsys.readouterr().out
     assert main([*submit, "--allow", "data", "--parallel", "1"]) == 0

@@ -61,7 +61,7 @@ def test_what_a_full_disk_refuses_is_written_in_order_once_there_is_room(tmp_pat
     assert (tmp_path / "x").read_bytes() == b"".join(b"line %d\n" % number for number in range(6))
     with pytest.raises(OSError, match="No such file"):
         Appended(tmp_path / "gone/x").write(b"line")
-    command = [sys.executable, "-m", "trilane.utils.append", str(tmp_path / "y")]
+    command = [sys.executable, "-m", "trilane.utils.append", f"{tmp_path}/y"]
     with open("/dev/full", "wb") as full:
         subprocess.run(command, input=b"line\n", stdout=full, check=True)
     assert (tmp_path / "y").read_bytes() == b"line\n", "whatever becomes of the other copy"
