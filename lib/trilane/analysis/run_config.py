@@ -81,7 +81,7 @@ def run_config(log: RunLog, plan: Plan | None = None, gpu: Gpu | None = None) ->
         gbs=float(max(whole(log, *NAMES["gbs"]), printed)),
         seq_length=whole(log, "seq_length", "encoder_seq_length"),
         recompute=_recompute(log),
-        interleaving=whole(log, *NAMES["interleaving"]) or 1,
+        interleaving=whole(log, "virtual_pipeline_model_parallel_size") or 1,
         precision=precision,
         peak_flops_per_s=peak,
     )
@@ -117,17 +117,16 @@ def config_of(plan: Plan) -> RunConfig:
     """The configuration that a plan describes."""
     topology = plan.topology
     gpu = plan.cluster.gpu
+    peak = 0.0
     # a process on a CPU machine has a share of the cores, for which the card's peak means nothing
     if gpu.kind == "cuda":
         peak = gpu.flops_per_s(topology.precision)
-    else:
-        peak = 0.0
-    names = "gpus tp pp dp mbs gbs recompute interleaving precision"
+    names = ("gpus", "tp", "pp", "dp", "mbs", "gbs", "recompute", "interleaving", "precision")
     return RunConfig(
         shape=plan.shape,
         seq_length=plan.shape.seq_length,
         peak_flops_per_s=peak,
-        **{name: getattr(topology, name) for name in names.split()},
+        **{name: getattr(topology, name) for name in names},
     )
 
 

@@ -52,7 +52,7 @@ def megatron_args(plan: Plan, prefixes: Sequence[str] = ()) -> Arguments:
     values: dict[str, Any] = {}  # True is a switch, False is left out
     for part in (shape, plan.topology, plan.run, plan.optimizer, plan.dropout):
         values |= _of_fields(part)
-    values |= {**_words(plan), **_of_plan(plan), **_data(plan, prefixes)}
+    values |= _words(plan) | _of_plan(plan) | _data(plan, prefixes)
     given: Arguments = {}
     for name, value in values.items():
         if value is True:

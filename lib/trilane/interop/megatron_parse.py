@@ -306,9 +306,10 @@ def _topology(given: Given, is_fork: bool, gpus: int) -> Topology:
     pp = sizes["pp"]
     cp = sizes["cp"]
     product = f"tp x cp x pp = {tp} x {cp} x {pp}"
-    is_multiple = min(tp, pp, cp) > 0 and gpus % (tp * pp * cp) == 0
+    ranks = tp * cp * pp
+    is_multiple = min(tp, pp, cp) > 0 and gpus % ranks == 0
     require(is_multiple, "gpus", gpus, f"must be a multiple of {product}")
-    dp = gpus // (tp * pp * cp)
+    dp = gpus // ranks
     precision = _precision(given)
     if is_fork:
         zero = int(given.get("zero_stage", float, 1.0))  # 1.0 in a log where it is not given

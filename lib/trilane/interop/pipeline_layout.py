@@ -39,16 +39,12 @@ def layout_fields(layout: str, layers: int, pp: int) -> dict[str, Any]:
     require(sum(counts) == layers, LAYOUT, layout, f"has {sum(counts)} layers, not {layers}")
     chunks, left = divmod(len(stages), pp)
     require(not left, LAYOUT, layout, f"has {len(stages)} stages, which pp={pp} must divide")
-    fields: dict[str, Any] = {"interleaving": chunks}
     if pp > 1 and len({*map(len, stages)}) == 1:
-        return fields | {"partition": PARTITION[1]}
+        return {"interleaving": chunks, "partition": PARTITION[1]}
     ranks = counts[:pp]
     each = ranks[pp // 2]
     is_alike = counts == ranks * chunks and min(ranks) > 0 and {*ranks[1:-1]} <= {each}
     rule = "a plan has stages alike, by layers or letters, but for the layers of the first and last"
     require(is_alike, LAYOUT, layout, rule)
-    if ranks[0] != each:
-        fields["first_stage_layers"] = ranks[0] * chunks
-    if ranks[-1] != each:
-        fields["last_stage_layers"] = ranks[-1] * chunks
-    return fields
+    first, last = [count * chunks if count != each else 0 for count in (ranks[0], ranks[-1])]
+    return {"interleaving": chunks, "first_stage_layers": first, "last_stage_layers": last}
