@@ -83,6 +83,8 @@ GATED = {"activation": "swiglu", "biases": "none"}
 ZERO = {"engine": "deepspeed-zero"}
 HF = {"engine": "hf-zero3", "shape": BLOOM}
 EVEN = "type:transformer|embedding"
+H100 = cluster("dgx-h100").gpu
+OWN = replace(cluster("dgx-h100"), gpu=replace(H100, shares={"matmul": 0.7}))
 BAD_TOPOLOGIES = [  # fields of the topology, of the plan beside it, and how the line begins
     ({"tp": 0}, {}, "tp=0: must be a whole number of at least 1"),
     ({"zero": 1}, ZERO | {"run": Run(fused="te")}, "run.fused=te: the engine megatron alone has"),
@@ -107,6 +109,7 @@ BAD_TOPOLOGIES = [  # fields of the topology, of the plan beside it, and how the
         {"shape": replace(SMALL, experts=16, top_k=2, expert_ffn=64, **GATED)},
         "dispatcher=deepep: needs compute capability 9.0, or 8.0 where",
     ),
+    ({"precision": "fp8"}, {"cluster": OWN}, "precision=fp8: gpu.shares of H100-80GB lacks it"),
     ({}, {"run": Run(eval_interval=5, eval_iters=1)}, "run.eval_interval=5: needs a share"),
 ]
 
@@ -120,6 +123,9 @@ def test_a_topology_or_a_plan_that_cannot_be_is_one_clear_line(topology, rest, m
 
 BAD = [
     (lambda: replace(cluster("jz-a100-80g"), latency_s=math.nan), "cluster.latency_s=nan: must"),
+    (lambda: replace(H100, shares={"matmul": 1.2}), "gpu.shares.matmul=1.2: must be a share"),
+    (lambda: replace(H100, shares={"flash": [0.4, -1]}), "gpu.shares.flash=[0.4, -1]: must be"),
+    (lambda: replace(H100, shares={"fp16": 0.5}), "gpu.shares=fp16: known: flash, fp4"),
     (lambda: Data(source="blend"), "data.blend=(): needs source="),
     (lambda: Data(split="949"), "data.split=949: must be shares of"),
     (lambda: Optimizer(lr=-1.0), "lr=-1.0: must be above 0"),

@@ -13,7 +13,7 @@ from trilane.config.model import parse_shape
 from trilane.config.parallelism import Topology
 from trilane.costmodel import calibration, shipped
 from trilane.costmodel.calibration import Calibration, Configuration, Regime
-from trilane.costmodel.columns import columns_of
+from trilane.costmodel.columns import Setting, columns_of, linear_flops_per_s
 from trilane.costmodel.constants import BOUNDS
 from trilane.costmodel.fit import fit_time, refit
 from trilane.costmodel.iteration import iteration_time
@@ -55,6 +55,17 @@ def test_calibration_recovers_what_made_the_rows():
     fitted = fit_time(CASES, measured, Calibration())
     assert max(errors(fitted, measured)) < 0.02 < max(errors(Calibration(), measured))
     assert fitted.rows == len(CASES) and fitted.half_width < 0.2
+
+
+def test_a_cards_own_shares_come_before_those_of_its_name_and_of_its_clusters_fit():
+    machine = cluster("dgx-h100")
+    gpu = dataclasses.replace(machine.gpu, shares={"matmul": [0.36, 0.01], "fp8": 0.457})
+    own = dataclasses.replace(machine, gpu=gpu)
+    fitted = shipped.default(own)
+    assert fitted.matmul == pytest.approx(0.36, rel=0.02) and fitted.memory > 0.7
+    eight_bits = columns_of(SHAPE, Topology(precision="fp8"))
+    rates = [linear_flops_per_s(Setting(eight_bits, c, fitted)) for c in (own, machine)]
+    assert rates[0] == pytest.approx(rates[1] / 2)
 
 
 def test_rows_that_do_not_predict_each_other_leave_the_prior_and_few_that_do_pull_a_little():

@@ -14,6 +14,7 @@ from trilane.utils.tables import Columns, Record
 from trilane.utils.validation import (
     DATA,
     from_mapping,
+    is_number,
     read_json,
     require,
     require_known,
@@ -21,6 +22,7 @@ from trilane.utils.validation import (
 )
 
 PRECISIONS = ("fp32", "fp16", "bf16", "fp8", "fp4")
+SHARES = ("matmul", "flash", "memory", "fp8", "fp4")  # of an entry of data/cards.json
 # of a card's name, which tell no cards apart
 COMMON_WORD = r"NVIDIA|TESLA|GPU|SXM\d?|HBM\w*"
 
@@ -65,19 +67,33 @@ class Gpu:
     num_sms: int = option(1, "streaming multiprocessors", minimum=1, maximum=1_000_000)
     fp8_flops_per_s: float = _peak("fp8", 0.0)
     fp4_flops_per_s: float = _peak("fp4", 0.0)
+    shares: dict[str, Any] | None = option(
+        None, "a table of this card's own, as `data/cards.json` has one: it comes first"
+    )
 
     def __post_init__(self) -> None:
         require_line("gpu.name", self.name)
         check(self, "gpu.")
+        for name, value in (self.shares or {}).items():
+            require_known("gpu.shares", name, SHARES)
+            pair = value if isinstance(value, list | tuple) else (value, 1)
+            is_right = len(pair) == 2 and all(is_number(each) and 0 < each <= 1 for each in pair)
+            rule = "must be a share, or a list of one and its deviation: above 0, at most 1"
+            require(is_right, f"gpu.shares.{name}", value, rule)
 
     def rules(self) -> Rules:
         """Its generation has two numbers."""
         rule = "must be two whole numbers, such as [9, 0]"
         yield len(self.compute_capability) == 2, "compute_capability", rule
+        yield self.kind == "cuda" or not self.shares, "shares", "are of a card (kind cuda)"
 
     def flops_per_s(self, precision: str) -> float:
-        """Peak matmul rate in `precision`; ValueError where the card has no such units."""
+        """Peak matmul rate in `precision`; ValueError where the card has no such units, or a table
+        of its own has not their share.
+        """
         require_known("precision", precision, PRECISIONS)
+        is_given = not self.shares or precision not in SHARES or precision in self.shares
+        require(is_given, "precision", precision, f"gpu.shares of {self.name} lacks it")
         rate = getattr(self, f"{precision}_flops_per_s")
         require(rate >= 1, "precision", precision, f"{self.name} has no {precision} matrix units")
         return rate
@@ -184,6 +200,17 @@ def clusters() -> Columns:
         rows.append((name, c.gpu.name, round(gib, 1), c.gpus_per_node, c.max_nodes, c.max_gpus))
     names = ("cluster", "gpu", "memory_gib", "gpus_per_node", "max_nodes", "max_gpus")
     return Columns.of_rows(names, rows)
+
+
+def known_card(name: str) -> Gpu | None:
+    """The first card of the catalogue with that name, as a driver has it, None where there is none:
+    an "NVIDIA H100 PCIe" has other peaks than an H100-80GB.
+    """
+    for each in catalogue():
+        gpu = cluster(each).gpu
+        if card_words(name) <= card_words(gpu.name):
+            return gpu
+    return None
 
 
 def card_words(name: str) -> set[str]:

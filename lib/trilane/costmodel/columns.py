@@ -273,10 +273,10 @@ def linear_flops_per_s(setting: Setting) -> Number:
     """
     x, cluster, _ = setting
     gpu = cluster.gpu
-    facts = card_facts(gpu.name)
+    facts = card_facts(gpu)
     rate = matmul_flops_per_s(setting)
-    rate = np.where(x.precision == FP8, gpu.fp8_flops_per_s * facts["fp8"], rate)
-    return np.where(x.precision == FP4, gpu.fp4_flops_per_s * facts["fp4"], rate)
+    rate = np.where(x.precision == FP8, gpu.fp8_flops_per_s * facts["fp8"][0], rate)
+    return np.where(x.precision == FP4, gpu.fp4_flops_per_s * facts["fp4"][0], rate)
 
 
 def matmul_flops_per_s(setting: Setting) -> Number:

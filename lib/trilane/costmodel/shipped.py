@@ -7,6 +7,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -26,12 +27,13 @@ def default(cluster: Cluster, stack: str = "") -> Calibration:
     """What is assumed before the first measured row of one's own.
 
     The shipped fit of that cluster and software stack, or of the cluster if no stack is given; else
-    what the fits of the card, the cluster and the stack have in common with it (see combined).
+    (and for a card with shares of its own) what the fits of the card, the cluster and the stack
+    have in common with it (see combined).
     """
     name = nodes_name(cluster.name)
     if stack:
         name = f"{name}/{stack}"
-    if name in shipped_json("calibrations"):
+    if name in shipped_json("calibrations") and not cluster.gpu.shares:
         return _shipped(name)
     if cluster.gpu.kind == "cpu":
         # 0.7 ms a layer, where one torch operation takes 1.8 microseconds (Megatron-Core 0.16, one
@@ -155,8 +157,8 @@ def prior_of(cluster: Cluster, stack: str) -> Calibration:
     regimes, their factors at the prior, and what the stack is known to do.
     """
     deviations = dict(zip(BOUNDS, Calibration().deviations, strict=True))
-    values = {}
-    facts = card_facts(cluster.gpu.name)
+    values = dict[str, Any]()
+    facts = card_facts(cluster.gpu)
     for name in facts.keys() & BOUNDS.keys():
         values[name], deviations[name] = facts[name]
     values |= stacks().get(stack, {}).get("constants", {})
