@@ -22,6 +22,7 @@ from trilane.costmodel.columns import (
     memory_seconds,
     slowdown,
 )
+from trilane.costmodel.constants import Constants
 
 
 @dataclass(frozen=True)
@@ -44,22 +45,30 @@ def matmul_seconds(
     batch: Number = 1.0,
     rate: Number = None,
 ) -> Number:
-    """Seconds of `batch` products (m x k)(k x n): the best of three tile shapes, waves of one tile
-    per SM.
-
-        t = (w + q (ceil(w) - w)) 2 tile (k + k0) SMs / (peak e)      w = tiles / SMs
-
-    q quantization, k0 prologue, e matmul; `rate` is the peak, by default that of attention. Tile
-    and wave quantization: NVIDIA, 'Matrix multiplication background'. Left out: which kernel cuBLAS
-    picks; two tiles per SM; operands that fall out of the L2 cache.
+    """Seconds of `batch` products (m x k)(k x n) at `matmul` of the peak `rate`, by default that of
+    attention.
     """
     _, cluster, c = setting
-    sms = cluster.gpu.num_sms
     if rate is None:
         rate = matmul_flops_per_s(setting)
     peak = rate * c.matmul
     if cluster.gpu.kind == "cpu":
         return 2 * m * n * k * batch / peak
+    return tiled_flops(m, n, k, cluster.gpu.num_sms, c, batch) / peak
+
+
+def tiled_flops(
+    m: Number, n: Number, k: Number, sms: int, c: Constants, batch: Number = 1.0
+) -> Number:
+    """FLOPs in whole tiles and waves of `batch` products (m x k)(k x n): the best of three tile
+    shapes, waves of one tile per SM.
+
+        (w + q (ceil(w) - w)) 2 tile (k + k0) SMs      w = tiles / SMs
+
+    q quantization, k0 prologue. Tile and wave quantization: NVIDIA, 'Matrix multiplication
+    background'. Left out: which kernel cuBLAS picks; two tiles per SM; operands that fall out of
+    the L2 cache.
+    """
     best = np.inf
     # cuBLAS's half-precision kernels and their relative rate: NVIDIA's user guide, section on tile
     # sizes (256 x 128 is the most efficient, 128 x 128 reads more operands per FLOP)
@@ -67,7 +76,7 @@ def matmul_seconds(
         waves = np.ceil(m / tile_m) * np.ceil(n / tile_n) * batch / sms
         lost = waves + c.quantization * (np.ceil(waves) - waves)
         best = np.minimum(best, lost * (2 * tile_m * tile_n * sms / relative))
-    return best * (k + c.prologue) / peak
+    return best * (k + c.prologue)
 
 
 def linear_seconds(setting: Setting) -> tuple[Number, Number]:
@@ -136,17 +145,25 @@ def gather_seconds(setting: Setting) -> Number:
 
 def flash_seconds(setting: Setting) -> Number:
     """Forward seconds of a flash kernel: half of 4 s^2 d FLOPs a head, the causal half, at `flash`
-    of the peak.
+    of the peak. Backward counts 2.5 times the FLOPs.
 
-    By length and head as in Shah et al. 2024, arXiv:2407.08608, figure 5: of what long sequences
-    reach with heads of 128, 512 tokens have 0.6, and heads of 64 have 0.7 to 0.9. Backward counts
-    2.5 times the FLOPs.
+    ALiBi is for other kernels: Triton's, at its time 1.3 to 1.5 times as slow forward and twice
+    backward (Dao 2023, arXiv:2307.08691, section 4.1), and torch's for masks, which computes the
+    other half, too. Left out: flash attention's own slopes, from version 2.4 on.
     """
     x, _, c = setting
     d = np.ceil(x.head_dim / 8) * 8
     flops = 0.5 * 4 * x.seq**2 / x.cp * d * x.mbs * x.heads / x.tp
-    share = c.flash * x.seq / (x.seq + 256) * np.minimum(d / 128, 1) ** 0.3
-    return flops / (share * matmul_flops_per_s(setting))
+    slow = 1 + 0.8 * x.alibi
+    return slow * flops / (c.flash * flash_reach(x.seq, d) * matmul_flops_per_s(setting))
+
+
+def flash_reach(seq: Number, head_dim: Number) -> Number:
+    """Rate of a flash kernel over that of long sequences with heads of 128: of these 512 tokens
+    have 0.47 to 0.58, 2048 0.85 to 0.9, and heads of 64 have 0.72 to 0.89, by three kernels (Shah
+    et al. 2024, arXiv:2407.08608, figure 5).
+    """
+    return seq / (seq + 350) * np.minimum(head_dim / 128, 1) ** 0.3
 
 
 def elementwise_seconds(setting: Setting) -> tuple[Number, Number]:
