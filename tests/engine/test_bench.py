@@ -1,13 +1,21 @@
 """This machine, measured, is a cluster like any other."""
 
+import functools
 import os
 
 import pytest
+import torch
 from plans import small_plan
 from support import assert_plausible
 
-from trilane.config.cluster import cluster
+from trilane.config.cluster import cluster, known_card
+from trilane.config.model import parse_shape
+from trilane.config.parallelism import Topology
+from trilane.costmodel.columns import Setting, columns_of
+from trilane.costmodel.constants import Constants
+from trilane.costmodel.layers import flash_seconds, matmul_seconds
 from trilane_engine.bench import __main__ as bench
+from trilane_engine.bench import rates
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # what torch says while it is imported
 SLURM = {
@@ -60,3 +68,36 @@ def test_a_file_that_cannot_be_written_is_refused_before_anything_is_measured(
     (tmp_path / "here.json").touch()
     assert bench.main([str(tmp_path / out)]) == 2
     assert capsys.readouterr() == ("", f"trilane: out={tmp_path / out}: {rule}\n")
+
+
+H100 = cluster("dgx-h100")
+PLAIN = columns_of(parse_shape("1,1,1,1,1"), Topology(precision="bf16"))
+MODEL = Setting(PLAIN, H100, Constants(matmul=0.7, flash=0.4))
+REACHED = {"matmul": 0.7, "flash": 0.4, "memory": 0.85, "fp8": 0.9}
+
+
+def predicted_seconds(work, _: torch.device) -> float:
+    """What the model predicts of the call, for an H100 with the shares REACHED."""
+    work()
+    if not isinstance(work, functools.partial):
+        return 2 * rates.COPY_BYTES / (0.85 * H100.gpu.memory_bytes_per_s)
+    a, b, *_ = work.args
+    if work.func is rates.attend:
+        sizes = zip(("mbs", "heads", "seq", "head_dim"), a.shape, strict=True)
+        return 3.5 * flash_seconds(MODEL._replace(columns=PLAIN.changed(**dict(sizes))))
+    is_fp8 = a.dtype.itemsize == 1
+    peak = 0.9 * H100.gpu.fp8_flops_per_s if is_fp8 else H100.gpu.bf16_flops_per_s
+    return matmul_seconds(len(a), *b.T.shape, MODEL, rate=peak)
+
+
+def test_a_card_that_takes_what_the_model_predicts_gets_the_models_shares(monkeypatch):
+    """The CPU stands for the card, beside whose kernels the clock shows what an H100 takes."""
+    monkeypatch.setattr(rates, "call_seconds", predicted_seconds)
+    monkeypatch.setattr(rates, "LENGTHS", (64, 128))
+    types = {"bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}
+    card = known_card("NVIDIA H100 80GB HBM3")
+    facts = rates.of_card(torch.device("cpu"), types, 132, card)
+    shares = {name: facts[f"gpu.shares.{name}"] for name in REACHED}
+    assert shares == pytest.approx(REACHED)
+    assert facts["gpu.fp8_flops_per_s"] == card.fp8_flops_per_s
+    assert known_card("NVIDIA H100 PCIe") is None

@@ -16,7 +16,7 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
-from trilane.config.cluster import Cluster, Gpu
+from trilane.config.cluster import Cluster, Gpu, known_card
 from trilane.utils.files import write_new
 from trilane.utils.process import core_numbers
 from trilane.utils.validation import print_refusal, require, require_new, to_mapping
@@ -175,13 +175,15 @@ def _cluster(name: str, device: Any, facts: dict[str, Any], source: str) -> Clus
         card = torch.cuda.get_device_properties(device)
         gpu = {"name": card.name, "kind": "cuda", "compute_capability": (card.major, card.minor)}
         gpu["num_sms"] = card.multi_processor_count
-    rest = {}
+        if known := known_card(card.name):
+            gpu["name"] = known.name
+            source += f"; peaks: {known.name} of the catalogue"
+    owners: dict[str, dict[str, Any]] = {"": {}, "gpu": gpu, "gpu.shares": {}}
     for field, value in facts.items():
-        if field.startswith("gpu."):
-            gpu[field.removeprefix("gpu.")] = value
-        else:
-            rest[field] = value
-    return Cluster(name=name, gpu=Gpu(**gpu), sources={"all": source}, **rest)
+        owner, _, field_name = field.rpartition(".")
+        owners[owner][field_name] = value
+    gpu["shares"] = owners["gpu.shares"] or None
+    return Cluster(name=name, gpu=Gpu(**gpu), sources={"all": source}, **owners[""])
 
 
 if __name__ == "__main__":

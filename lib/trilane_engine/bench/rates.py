@@ -1,6 +1,8 @@
 """Rates of one device, a GPU or one core, and of an all_reduce among ranks."""
 
 import functools
+import itertools
+import math
 import statistics
 import time
 from collections.abc import Callable
@@ -8,35 +10,99 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 
+from trilane.config.cluster import Gpu, known_card
 from trilane.costmodel.constants import Constants
+from trilane.costmodel.layers import flash_reach, tiled_flops
 from trilane_engine.world import World
 
 BUDGET_S = 0.4  # of one measurement
 COPY_BYTES = 2**28  # far beyond the caches
-# (rows, inner, columns) of two matmuls as a GPT has them. On a card tokens x hidden size x a
-# quarter of the MLP (tp 4): four sequences of 2048 at hidden size 8192, two at 12288. On a core
-# forward and the two of backward of a small GPT's MLP.
-CARD = ((8192, 8192, 8192), (4096, 12288, 12288))
+# (rows, inner, columns) of matmuls as a GPT has them. On a card tokens x hidden size x a quarter of
+# the MLP (tp 4), four sequences of 2048 at hidden size 8192 and two at 12288; and of a layer of
+# 4096 QKV, projection and MLP. On a core forward and the two of backward of a small GPT's MLP.
+CARD = (
+    (8192, 8192, 8192),
+    (4096, 12288, 12288),
+    (8192, 4096, 12288),
+    (8192, 4096, 4096),
+    (8192, 4096, 16384),
+    (8192, 16384, 4096),
+)
 CORE = ((512, 128, 512), (512, 512, 128), (128, 512, 512))
+LENGTHS = (2048, 8192)  # tokens of attention
 
 
 def of_device(device: torch.device) -> dict[str, float]:
-    """Fields of Cluster: of a card peaks, of which a plan gets a share, else of one thread; 0 for a
-    precision without units, so that no plan may choose it.
+    """Fields of Cluster: of a card peaks and shares, else of one thread; 0 for a precision without
+    units, so that no plan may choose it.
     """
     torch.set_num_threads(1)
     copied = copy_bytes_per_s(device)
     rates = {"gpu.memory_bytes_per_s": copied, "pcie_bytes_per_s": copied}
     rates |= {"gpu.fp16_flops_per_s": 0.0, "gpu.bf16_flops_per_s": 0.0, "gpu.fp8_flops_per_s": 0.0}
-    share = 1.0
     if device.type == "cuda":
-        share = Constants.matmul
-        rates["gpu.memory_bytes_per_s"] = copied / Constants.memory
+        card = torch.cuda.get_device_properties(device)
+        types = matmul_types(device)
+        if torch.version.cuda and (card.major, card.minor) >= (8, 9):
+            types["fp8"] = torch.float8_e4m3fn
+        rates |= of_card(device, types, card.multi_processor_count, known_card(card.name))
         rates["pcie_bytes_per_s"] = host_to_device_bytes_per_s(device)
-    for name, kind in matmul_types(device).items():
-        rates[f"gpu.{name}_flops_per_s"] = matmul_flops_per_s(device, kind) / share
+    else:
+        rates["gpu.fp32_flops_per_s"] = matmul_flops_per_s(device, torch.float32)
     return {**rates, "launch_overhead_s": call_s(device)}
+
+
+def of_card(
+    device: torch.device, types: dict[str, torch.dtype], sms: int, known: Gpu | None
+) -> dict[str, float]:
+    """Fields of a card's Gpu: peaks, of the card in the catalogue where it is `known`, else so that
+    the fastest product and a copy reach the priors of their shares; and its shares, as
+    data/cards.json has them: the formulas of layers.py predict by them the seconds measured, at the
+    median of the shapes.
+    """
+    copied = copy_bytes_per_s(device)
+    constants = Constants()
+    rates = {"gpu.memory_bytes_per_s": copied / constants.memory}
+    reached = {}
+    for name, kind in types.items():
+        every = []
+        for m, k, n, seconds in products(device, kind):
+            every.append(float(tiled_flops(m, n, k, sms, constants)) / seconds)
+        reached[name] = statistics.median(every)
+        rates[f"gpu.{name}_flops_per_s"] = max(every) / constants.matmul
+    if known:
+        rates = {field: getattr(known, field.removeprefix("gpu.")) for field in rates}
+    half = [name for name in types if name != "fp8"][-1]
+    peak = rates[f"gpu.{half}_flops_per_s"]
+    matmul = reached[half] / peak
+    rates["gpu.shares.matmul"] = matmul
+    rates["gpu.shares.flash"] = attention_flops_per_s(device, types[half]) / peak
+    rates["gpu.shares.memory"] = copied / rates["gpu.memory_bytes_per_s"]
+    if "fp8" in types:
+        share = reached["fp8"] / rates["gpu.fp8_flops_per_s"]
+        rates["gpu.shares.fp8"] = min(share / matmul, 1.0)
+    return rates
+
+
+def attention_flops_per_s(device: torch.device, dtype: torch.dtype) -> float:
+    """What long sequences with heads of 128 would reach by causal attention, forward and backward,
+    which counts 2.5 times the FLOPs: the median of two lengths and two sizes of heads.
+    """
+    rates = []
+    for s, d in itertools.product(LENGTHS, (64, 128)):
+        sizes = (4, 16, s, d)
+        qkv = [torch.rand(sizes, device=device, dtype=dtype, requires_grad=True) for _ in range(3)]
+        flops = 3.5 * 0.5 * 4 * s * math.prod(sizes) / float(flash_reach(s, d))
+        rates.append(flops / call_seconds(functools.partial(attend, *qkv), device))
+    return statistics.median(rates)
+
+
+def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    """Causal attention, forward and backward."""
+    out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    torch.autograd.grad(out, (q, k, v), out.detach())
 
 
 def matmul_types(device: torch.device) -> dict[str, torch.dtype]:
@@ -51,15 +117,25 @@ def matmul_types(device: torch.device) -> dict[str, torch.dtype]:
 
 
 def matmul_flops_per_s(device: torch.device, dtype: torch.dtype) -> float:
-    """FLOPs per second of the faster of two matmuls; on a core of all, equally large, together."""
-    rates = []
-    for m, k, n in CARD if device.type == "cuda" else CORE:
-        a = torch.rand((m, k), device=device, dtype=dtype)
-        b = torch.rand((k, n), device=device, dtype=dtype)
-        out = torch.empty(m, n, device=device, dtype=dtype)
-        multiply = functools.partial(torch.mm, a, b, out=out)
-        rates.append(2 * m * k * n / call_seconds(multiply, device))
+    """FLOPs per second of the fastest matmul; on a core of all, equally large, together."""
+    rates = [2 * m * k * n / seconds for m, k, n, seconds in products(device, dtype)]
     return max(rates) if device.type == "cuda" else statistics.harmonic_mean(rates)
+
+
+def products(device: torch.device, dtype: torch.dtype) -> list[tuple[int, int, int, float]]:
+    """Rows, inner size, columns and seconds of matmuls; in 8 bits a matrix has one scale."""
+    timed = []
+    for m, k, n in CARD if device.type == "cuda" else CORE:
+        a = torch.rand((m, k), device=device).to(dtype)
+        b = torch.rand((n, k), device=device).to(dtype).t()
+        if dtype.itemsize == 1:
+            scale = (torch.ones((), device=device), F.ScalingType.TensorWise)
+            multiply = functools.partial(F.scaled_mm, a, b, *scale, *scale)
+        else:
+            out = torch.empty(m, n, device=device, dtype=dtype)
+            multiply = functools.partial(torch.mm, a, b.contiguous(), out=out)
+        timed.append((m, k, n, call_seconds(multiply, device)))
+    return timed
 
 
 def copy_bytes_per_s(device: torch.device) -> float:
@@ -89,22 +165,18 @@ def call_s(device: torch.device) -> float:
             torch.cuda.synchronize(device)
 
     # by the host's clock: the host launches
-    return call_seconds(many, device, torch.device("cpu")) / 1000
+    return call_seconds(many, torch.device("cpu")) / 1000
 
 
-def call_seconds(
-    work: Callable[[], Any], device: torch.device, clock: torch.device | None = None
-) -> float:
-    """Seconds of a call by the device's clock, or another's: of the fastest on a card, as
-    disturbances only make one slower; on a core their mean, as a rank of a training shares it with
-    others that work.
+def call_seconds(work: Callable[[], Any], device: torch.device) -> float:
+    """Seconds of a call by the device's clock: of the fastest on a card, as disturbances only make
+    one slower; on a core their mean, as a rank of a training shares it with others that work.
     """
-    clock = clock or device
-    once_s(work, clock)
+    once_s(work, device)
     end = time.perf_counter() + BUDGET_S
-    every = [once_s(work, clock)]  # one also where others have the core until the end
+    every = [once_s(work, device)]  # one also where others have the core until the end
     while time.perf_counter() < end:
-        every.append(once_s(work, clock))
+        every.append(once_s(work, device))
     return min(every) if device.type == "cuda" else statistics.mean(every)
 
 
