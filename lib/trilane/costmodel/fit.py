@@ -23,7 +23,7 @@ STEP = 1e-3  # of a constant's logarithm, for slopes
 # added because that was one cluster in 12 days.
 FITTED_MISFIT = 0.033
 MISFIT = 0.065
-# the same on a site or stack without rows: leaving out each file misses by 3 to 29 % at the median
+# the same on a site or stack without rows: leaving out each file misses by 3 to 42 % at the median
 FOREIGN = 0.09
 T_QUANTILE = 1.943  # of Student's t with 6 degrees of freedom, at 95 %
 Z90 = 1.6449  # standard deviations of a normal distribution's 90 % interval, on each side
