@@ -12,15 +12,14 @@ from trilane.utils.validation import shipped_json
 
 def card_facts(gpu: Gpu) -> dict[str, Any]:
     """What was measured of a card (data/cards.json, with sources): of a constant its prior and the
-    deviation of its logarithm, that of data/priors.json where it has none; of a card that is not
-    there those of "other". The card's own shares come first.
+    deviation of its logarithm, 0.1 where it has none; of a card that is not there those of "other".
+    The card's own shares come first.
     """
     cards = shipped_json("cards")["cards"]
     known = cards.get(gpu.name.partition("-")[0], cards["other"]) | (gpu.shares or {})
     facts = {}
     for name, value in known.items():
-        usual = BOUNDS[name].deviation if name in BOUNDS else 0.0
-        facts[name] = value if isinstance(value, list | tuple) else (value, usual)
+        facts[name] = value if isinstance(value, list | tuple) else (value, 0.1)
     return facts
 
 

@@ -2,7 +2,6 @@
 
 import functools
 import itertools
-import math
 import statistics
 import time
 from collections.abc import Callable
@@ -12,7 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from trilane.config.cluster import Gpu, known_card
+from trilane.config.cluster import known_card
 from trilane.costmodel.constants import Constants
 from trilane.costmodel.layers import flash_reach, tiled_flops
 from trilane_engine.world import World
@@ -20,16 +19,9 @@ from trilane_engine.world import World
 BUDGET_S = 0.4  # of one measurement
 COPY_BYTES = 2**28  # far beyond the caches
 # (rows, inner, columns) of matmuls as a GPT has them. On a card tokens x hidden size x a quarter of
-# the MLP (tp 4), four sequences of 2048 at hidden size 8192 and two at 12288; and of a layer of
-# 4096 QKV, projection and MLP. On a core forward and the two of backward of a small GPT's MLP.
-CARD = (
-    (8192, 8192, 8192),
-    (4096, 12288, 12288),
-    (8192, 4096, 12288),
-    (8192, 4096, 4096),
-    (8192, 4096, 16384),
-    (8192, 16384, 4096),
-)
+# the MLP (tp 4), four sequences of 2048 at hidden size 8192, and of a layer of 4096 QKV and the
+# MLP's. On a core forward and the two of backward of a small GPT's MLP.
+CARD = ((8192, 8192, 8192), (8192, 4096, 12288), (8192, 4096, 16384), (8192, 16384, 4096))
 CORE = ((512, 128, 512), (512, 512, 128), (128, 512, 512))
 LENGTHS = (2048, 8192)  # tokens of attention
 
@@ -47,55 +39,53 @@ def of_device(device: torch.device) -> dict[str, float]:
         types = matmul_types(device)
         if torch.version.cuda and (card.major, card.minor) >= (8, 9):
             types["fp8"] = torch.float8_e4m3fn
-        rates |= of_card(device, types, card.multi_processor_count, known_card(card.name))
+        rates |= of_card(device, types, card)
         rates["pcie_bytes_per_s"] = host_to_device_bytes_per_s(device)
     else:
         rates["gpu.fp32_flops_per_s"] = matmul_flops_per_s(device, torch.float32)
     return {**rates, "launch_overhead_s": call_s(device)}
 
 
-def of_card(
-    device: torch.device, types: dict[str, torch.dtype], sms: int, known: Gpu | None
-) -> dict[str, float]:
-    """Fields of a card's Gpu: peaks, of the card in the catalogue where it is `known`, else so that
-    the fastest product and a copy reach the priors of their shares; and its shares, as
-    data/cards.json has them: the formulas of layers.py predict by them the seconds measured, at the
-    median of the shapes.
+def of_card(device: torch.device, types: dict[str, torch.dtype], card: Any) -> dict[str, float]:
+    """Fields of a card's Gpu: peaks, of the catalogue where it has the card, else so that the
+    fastest product and a copy reach the priors of their shares; and its shares, as data/cards.json
+    has them: the formulas of layers.py predict by them the seconds measured, at the median of the
+    shapes.
     """
-    copied = copy_bytes_per_s(device)
+    known = known_card(card.name)
     constants = Constants()
-    rates = {"gpu.memory_bytes_per_s": copied / constants.memory}
+    copied = copy_bytes_per_s(device)
+    memory = getattr(known, "memory_bytes_per_s", copied / constants.memory)
+    rates = {"gpu.memory_bytes_per_s": memory, "gpu.shares.memory": copied / memory}
     reached = {}
     for name, kind in types.items():
         every = []
         for m, k, n, seconds in products(device, kind):
-            every.append(float(tiled_flops(m, n, k, sms, constants)) / seconds)
-        reached[name] = statistics.median(every)
-        rates[f"gpu.{name}_flops_per_s"] = max(every) / constants.matmul
-    if known:
-        rates = {field: getattr(known, field.removeprefix("gpu.")) for field in rates}
-    half = [name for name in types if name != "fp8"][-1]
-    peak = rates[f"gpu.{half}_flops_per_s"]
-    matmul = reached[half] / peak
-    rates["gpu.shares.matmul"] = matmul
-    rates["gpu.shares.flash"] = attention_flops_per_s(device, types[half]) / peak
-    rates["gpu.shares.memory"] = copied / rates["gpu.memory_bytes_per_s"]
-    if "fp8" in types:
-        share = reached["fp8"] / rates["gpu.fp8_flops_per_s"]
-        rates["gpu.shares.fp8"] = min(share / matmul, 1.0)
+            flops = tiled_flops(m, n, k, card.multi_processor_count, constants)
+            every.append(flops / seconds)
+        field = f"{name}_flops_per_s"
+        peak = getattr(known, field, max(every) / constants.matmul)
+        rates[f"gpu.{field}"] = peak
+        reached[name] = statistics.median(every) / peak
+        if name in ("fp16", "bf16"):  # the last one counts
+            rates["gpu.shares.matmul"] = reached[name]
+            rates["gpu.shares.flash"] = attention_flops_per_s(device, kind) / peak
+    if "fp8" in reached:
+        share = reached["fp8"] / rates["gpu.shares.matmul"]
+        rates["gpu.shares.fp8"] = min(share, 1.0)
     return rates
 
 
 def attention_flops_per_s(device: torch.device, dtype: torch.dtype) -> float:
     """What long sequences with heads of 128 would reach by causal attention, forward and backward,
-    which counts 2.5 times the FLOPs: the median of two lengths and two sizes of heads.
+    which counts 2.5 times the FLOPs: the median of two lengths and two sizes of heads. Of s tokens
+    in n values 3.5 times half of 4 s n FLOPs.
     """
     rates = []
     for s, d in itertools.product(LENGTHS, (64, 128)):
-        sizes = (4, 16, s, d)
-        qkv = [torch.rand(sizes, device=device, dtype=dtype, requires_grad=True) for _ in range(3)]
-        flops = 3.5 * 0.5 * 4 * s * math.prod(sizes) / float(flash_reach(s, d))
-        rates.append(flops / call_seconds(functools.partial(attend, *qkv), device))
+        q, k, v = torch.rand((3, 4, 16, s, d), device=device, dtype=dtype, requires_grad=True)
+        flops = 7 * s * q.numel() / flash_reach(s, d)
+        rates.append(flops / call_seconds(functools.partial(attend, q, k, v), device))
     return statistics.median(rates)
 
 
