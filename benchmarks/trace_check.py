@@ -34,10 +34,10 @@ from trilane.config.training import Dropout
 from trilane.costmodel.columns import SELECTIVE, Columns, Number, columns_of
 from trilane.costmodel.memory import (
     MemoryConstants,
-    activation_bytes_per_layer,
     end_bytes,
     engine_memory,
     in_flight,
+    kept_bytes,
     layer_kinds,
     model_states,
     over_layers,
@@ -238,8 +238,7 @@ def microbatch_bytes(x: Columns, stage: int, constants: MemoryConstants) -> Numb
     if constants.gates or constants.unfused:
         each = 4 + constants.handed * x.value_bytes
     logits = (stage == x.pp - 1) * x.tokens * x.vocab / x.tp * each
-    kinds = layer_kinds(x, lambda x: activation_bytes_per_layer(x, constants))
-    layers = over_layers(x, stage, kinds)
+    layers = kept_bytes(x, stage, constants)
     # int64; of a part of the vocabulary a copy and a mask, too
     ids = (stage == 0) * x.tokens * (8 + 9 * (x.tp > 1))
     return layers + end_bytes(x, stage, constants) + logits + ids

@@ -2,6 +2,7 @@
 is changed.
 """
 
+import contextlib
 import functools
 import logging
 import os
@@ -54,8 +55,10 @@ def enable_cpu() -> None:
     cuda: Any = torch.cuda
     cuda.current_device = lambda: torch.device("cpu")
     cuda.synchronize = lambda device=None: None
-    # DDP of megatron-core 0.19 asks for it before each reduction
-    cuda.current_stream = lambda device=None: None
+    # DDP of megatron-core asks for them, of 0.19 before each reduction
+    cuda.Stream = _Stream
+    cuda.current_stream = cuda.default_stream = lambda device=None: _Stream()
+    cuda.stream = lambda stream: contextlib.nullcontext()
     cuda.manual_seed = torch.manual_seed
     cuda.get_rng_state = cuda.random.get_rng_state = lambda device=None: torch.get_rng_state()
     megatron_random._set_cuda_rng_state = lambda state, device=-1, graph_safe=False: (
@@ -74,6 +77,14 @@ def enable_cpu() -> None:
 
     tensor.type = type_as_on_cuda
     tensor.cuda = lambda self, *args, **options: self
+
+
+class _Stream:
+    """In place of torch.cuda's: a CPU computes in order."""
+
+    def __init__(self, device: Any = None) -> None: ...
+
+    def wait_stream(self, stream: Any) -> None: ...
 
 
 def _on_cpu(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:

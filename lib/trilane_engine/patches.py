@@ -194,6 +194,19 @@ def add_by_autograd(ddp: Any) -> None:
         ddp.finish_grad_sync = lambda **_: None
 
 
+def recompute_by(model: Any, wrapped: Callable[[Any], Any]) -> None:
+    """Wrap what recomputes the layers of megatron-core's and of transformers' models."""
+    from megatron.core.transformer import transformer_block
+
+    if hasattr(transformer_block, "checkpointed_forward"):  # from 0.18 on no method of the block
+        call = transformer_block.checkpointed_forward
+        put(transformer_block, checkpointed_forward=wrapped(call))
+    for module in model.modules():
+        for name in ("_checkpointed_forward", "_gradient_checkpointing_func"):
+            if hasattr(module, name):
+                put(module, **{name: wrapped(getattr(module, name))})
+
+
 def use_experts() -> None:
     """Let megatron-core have experts without Transformer Engine, and without a GPU."""
     from megatron.core.transformer.moe import moe_utils
@@ -202,7 +215,7 @@ def use_experts() -> None:
     if not hasattr(moe_utils, "te_general_gemm"):  # 0.16.1 asks for what it has not imported
         put(moe_utils, te_general_gemm=None)
     if not torch.cuda.is_available():
-        put(MoEAlltoAllTokenDispatcher, cuda_dtoh_stream=0, _maybe_dtoh_and_synchronize=_as_numbers)
+        put(MoEAlltoAllTokenDispatcher, _maybe_dtoh_and_synchronize=_as_numbers)
 
 
 def _as_numbers(dispatcher: Any, point: str, counts: Any = None) -> Any:

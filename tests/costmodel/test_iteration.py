@@ -61,6 +61,13 @@ def test_a_data_parallel_ring_that_fills_the_node_stays_inside(
     assert (slow > 2 * fast) is leaves and (leaves or slow == fast)
 
 
+def test_inputs_in_host_memory_go_over_pcie_there_and_back():
+    """An iteration of 4 microbatches of a sequence: 24 layers, 2 bytes a value."""
+    here, away = (seconds(gbs=4, recompute="full", offload_checkpoints=b) for b in (False, True))
+    moved = 2 * 4 * 24 * SHAPE.seq_length * 2048 * 2 / (A100.pcie_bytes_per_s * K.p2p)
+    assert away.total - here.total == pytest.approx(moved * K.pace)
+
+
 @pytest.mark.parametrize(("tp", "pp", "leaves"), [(2, 4, False), (1, 8, False), (2, 8, True)])
 def test_a_pipeline_that_fills_the_node_sends_over_its_bus(tp: int, pp: int, leaves: bool):
     fast, slow = (

@@ -71,10 +71,11 @@ ZERO = "deepspeed-zero"
 OVERLAPS = {"overlap_grad_reduce": True, "overlap_param_gather": True}
 EXPERTS = {"shape": parity.MIXTURE}
 SHARED = {"shape": parity.SHARED, "sequence_parallel": True}
+INSTANCES = {"dp": 4, "zero": 1, "shards": 2}
 SAME = {
     "TP2 PP2 DP2 distributed optimizer": {"tp": 2, "pp": 2, "dp": 2, "zero": 1},
     "TP2 DP2 EP4 distributed optimizer": {**SHARED, "tp": 2, "dp": 2, "ep": 4, "zero": 1},
-    "DP2 both overlaps, bf16": {"dp": 2, "zero": 1, "precision": "bf16", **OVERLAPS},
+    "DP4 in two instances, bf16": {**INSTANCES, "precision": "bf16", **OVERLAPS},
     "ZeRO-3 TP2 DP2 fp16": {"engine": ZERO, "tp": 2, "dp": 2, "zero": 3, "precision": "fp16"},
     "HF ZeRO-3 DP2 full offload": {"engine": "hf-zero3", "dp": 2, "zero": 3, "offload": "full"},
     "3D PP2 bf16": {"engine": "deepspeed-3d", "pp": 2, "zero": 1, "precision": "bf16"},
@@ -103,16 +104,16 @@ RESUMED = {
         {"pp": 2, "interleaving": 2, "shape": LLAMA},
         {"engine": ZERO, "tp": 2, "dp": 2, "zero": 3, "shape": LLAMA},
     ),
-    "3D TP2 PP2 -> megatron DP2 distributed optimizer, Llama": (
+    "3D TP2 PP2 -> megatron DP4 in two instances, Llama": (
         {"engine": "deepspeed-3d", "tp": 2, "pp": 2, "zero": 1, "shape": LLAMA},
-        {"dp": 2, "zero": 1, "shape": LLAMA},
+        {**INSTANCES, "shape": LLAMA},
     ),
     "TP4 EP2 distributed optimizer -> PP2 DP2, shared experts": (
         {**SHARED, "tp": 4, "ep": 2, "zero": 1},
         {"pp": 2, "dp": 2, "shape": parity.SHARED},
     ),
-    "DP4 EP2 distributed optimizer -> TP2 ETP2": (
-        {**EXPERTS, "dp": 4, "ep": 2, "zero": 1},
+    "DP4 EP2 in two instances -> TP2 ETP2": (
+        {**EXPERTS, **INSTANCES, "ep": 2},
         {**EXPERTS, "tp": 2, "etp": 2, "sequence_parallel": True},
     ),
     "TP2 ETP2 DP2 -> EP4 DP4 distributed optimizer": (

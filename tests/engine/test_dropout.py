@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from parity import SHAPE, TASKS
-from plans import HERE, run_folder, small_plan, steps
+from plans import HERE, losses_and_norms, run_folder, small_plan
 
 from trilane.config.plan import Plan
 from trilane.config.training import Dropout, Run
@@ -71,9 +71,12 @@ def dropping(engine: str, data: Path, **topology: object) -> Plan:
     return replace(plan, dropout=Dropout(hidden=0.1, attention=0.1), run=Run(train_iters=2))
 
 
+HOST = "full, inputs in host memory"
 RECOMPUTED = [
-    ("megatron", ["full", "selective"], {"pp": 2, "interleaving": 2}),
-    ("deepspeed-3d", ["full"], {"tp": 2, "pp": 2, "zero": 1, "sequence_parallel": True}),
+    ("megatron", ["full", "selective", HOST], {"pp": 2, "interleaving": 2}),
+    ("deepspeed-3d", ["full", HOST], {"tp": 2, "pp": 2, "zero": 1, "sequence_parallel": True}),
+    ("deepspeed-zero", [HOST], {"zero": 3}),
+    ("hf-zero3", [HOST], {"zero": 1}),
 ]
 
 
@@ -88,13 +91,14 @@ def test_recomputation_drops_the_very_same(
     data,
     tmp_path,
 ):
-    """Losses equal to the last bit, and no longer those without dropout."""
+    """Losses and norms equal to the last bit, and no longer those without dropout."""
     losses = {}
     for way in ["none", *ways]:
-        plan = dropping(engine, data, recompute=way, **topology)
+        how = {"recompute": way.split(",")[0], "offload_checkpoints": way == HOST}
+        plan = dropping(engine, data, **how, **topology)
         folder = run_folder(plan, tmp_path / way)
         fork(plan.topology.gpus, folder)
-        losses[way] = [step["lm_loss"] for step in steps(folder)]
+        losses[way] = losses_and_norms(folder)
     assert all(losses[way] == losses["none"] for way in ways)
     pairs = zip(losses["none"], truth(TASKS["plain"], 4), strict=False)
-    assert max(abs(loss - without) for loss, (without, _) in pairs) > 1e-3
+    assert max(abs(loss - without) for (loss, _), (without, _) in pairs) > 1e-3

@@ -14,7 +14,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("equality")]
 # `trilane measure engines` trains all rows of equality.json, here those that combine most of what
 # an engine does.
 NAMES = {
-    "megatron": "PP2 recompute block; DP2 distributed optimizer, both overlaps;"
+    "megatron": "PP2 recompute block; DP2 CP2 in two instances, both overlaps;"
     "TP2 PP2 DP2 distributed optimizer, interleaved, sequence parallel, overlapped;"
     "CP2 PP2 DP2 recompute selective; TP2 fp16;"
     "TP2 CP2 distributed optimizer, sequence parallel, Llama;"

@@ -23,6 +23,7 @@ FAMILIES["shared"] = FAMILIES["mixtral"] | {
     "shared_gate": True,
 }
 BF16 = {"precision": "bf16", "fp32_gradients": True, "gbs": 8}
+HOST = {"recompute": "full", "offload_checkpoints": True}
 PLANS = {
     "megatron": (
         "qwen3",
@@ -34,10 +35,11 @@ PLANS = {
     ),
     "deepspeed-3d": (
         "gpt2",
-        {**BF16, "tp": 2, "pp": 2, "dp": 2, "zero": 1, "sequence_parallel": True},
+        {**BF16, "tp": 2, "pp": 2, "dp": 2, "zero": 1, "sequence_parallel": True, **HOST},
     ),
     "hf-zero3": ("llama", {**BF16, "dp": 4, "zero": 3}),
     "deepspeed-zero": ("bloom", {**BF16, "tp": 2, "dp": 2, "zero": 1, "recompute": "full"}),
+    "megatron inputs on the host": ("gpt2", {**BF16, "pp": 2, **HOST}),
 }
 
 

@@ -207,11 +207,13 @@ def _rules(engine: str, shape: ModelShape, t: Any) -> Rules:
     yield t.precision != "fp4", "precision", "has no 4-bit products"
     by_layers = t.recompute != "operators"
     yield by_layers, "recompute", "recomputes whole layers, or attention's core"
-    yield not t.offload_checkpoints, "offload_checkpoints", "keeps them on the card"
-    yield not t.shards, "shards", "shares states out among all replicas"
+    is_shared = (t.tp == 1) | t.sequence_parallel | (t.offload_checkpoints == 0)
+    rule = "needs sequence_parallel, by which tensor-parallel ranks share the inputs of layers"
+    yield is_shared, "offload_checkpoints", rule
     if engine == "megatron":
         yield from _megatron_rules(shape, t)
         return
+    yield t.shards == 0, "shards", "shares states out among all replicas"
     yield not shape.experts, "experts", "has none"
     yield t.cp == 1, "cp", "shares no sequence"
     yield t.precision != "fp8", "precision", "has no Transformer Engine"
@@ -265,5 +267,7 @@ def _megatron_rules(shape: ModelShape, t: Any) -> Rules:
         yield has_gradient, "top_k", "trains a choice of one with router_pre_softmax alone"
         yield t.overlap_tp == 0, "overlap_tp", "has no Transformer Engine for experts"
         yield t.precision != "fp8", "precision", "has no fp8 experts"
+        is_whole = t.tp * t.shards % (t.ep * t.etp) == 0
+        yield is_whole, "shards", "needs tp x shards to be a multiple of ep x etp"
     yield t.zero <= 1, "zero", "has ZeRO stage 0 and 1 (its distributed optimizer)"
     yield t.offload == "none", "offload", "does not offload"

@@ -119,6 +119,7 @@ class Topology(Record):
         False,
         "keep the inputs of recomputed layers in host memory",
         label="hostinputs",
+        search=(False,),
     )
     precision: str = _words(
         "of weights and matrix products; in fp8 and fp4 products alone, else as in bf16",
@@ -196,7 +197,7 @@ class Topology(Record):
         yield (t.zero == 3) | (t.offload != "full"), "offload", rule
         is_full = t.recompute == "full"
         rule = "needs recompute full"
-        yield is_full | (not t.offload_checkpoints), "offload_checkpoints", rule
+        yield is_full | (t.offload_checkpoints == 0), "offload_checkpoints", rule
         yield (t.pp > 1) | (t.interleaving == 1), "interleaving", "needs pp > 1"
         is_even = (t.first_stage_layers == 0) & (t.last_stage_layers == 0)
         rule = "must be above 1 with a number of layers for the first or the last stage"
@@ -210,8 +211,9 @@ class Topology(Record):
         yield t.sequence_parallel | (t.overlap_tp == 0), "overlap_tp", rule
         rule = "needs recompute block, and block at least 1"
         yield (t.recompute == "block") == (t.recompute_layers > 0), "recompute_layers", rule
-        yield (t.zero > 0) | (not t.shards), "shards", "needs ZeRO stage 1 or more"
-        yield not t.shards or t.dp * t.cp % t.shards == 0, "shards", "must divide dp x cp"
+        yield (t.zero > 0) | (t.shards == 0), "shards", "needs ZeRO stage 1 or more"
+        divides = t.dp * t.cp % np.where(t.shards, t.shards, 1) == 0
+        yield divides, "shards", "must divide dp x cp"
         is_whole = t.tp * t.cp * t.dp % (t.ep * t.etp) == 0
         yield is_whole, "ep", "ep x etp must divide tp x cp x dp"
 
@@ -226,6 +228,11 @@ class Topology(Record):
         accumulation steps.
         """
         return self.gbs // (self.mbs * self.dp)
+
+    @property
+    def instances(self) -> int:
+        """Groups of ranks, each of which shares states out: dp x cp / shards, 1 without."""
+        return self.dp * self.cp // self.shards if self.shards else 1
 
     @property
     def label(self) -> str:

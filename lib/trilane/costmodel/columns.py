@@ -59,7 +59,8 @@ class Columns:
         held = self.ep * self.etp
         replicas = self.tp * self.replicas / held
         mbs = self.mbs * self.dp / replicas  # as many microbatches
-        return self.changed(tp=held, cp=1, dp=replicas, mbs=mbs, shards=0)
+        shards = replicas * self.shards / self.replicas  # in as many groups
+        return self.changed(tp=held, cp=1, dp=replicas, mbs=mbs, shards=shards)
 
     @property
     def value_bytes(self) -> Number:
@@ -99,6 +100,13 @@ class Columns:
     def tokens(self) -> Number:
         """Tokens of a microbatch on one GPU."""
         return self.mbs * self.seq / self.cp
+
+    @property
+    def input_bytes(self) -> Number:
+        """Bytes of a GPU's part of a layer's input in host memory, where tp ranks share it out, by
+        sequence parallelism or DeepSpeed's partition_activations.
+        """
+        return self.tokens * self.hidden * self.value_bytes / self.tp
 
     @property
     def query_hidden(self) -> Number:

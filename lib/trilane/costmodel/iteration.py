@@ -25,7 +25,8 @@ class IterationTime(Parts):
     """Where the seconds of one iteration go.
 
     `expert_parallel` is the exchange of tokens between experts. `elementwise` includes kernels'
-    waits for their launch, `optimizer` what an offloaded one moves over PCIe.
+    waits for their launch, and what layers copy to the host and back; `optimizer` what an offloaded
+    one moves over PCIe.
     """
 
     matmul: float

@@ -298,6 +298,9 @@ def layer_time(setting: Setting) -> LayerTime:
     recomputation: Narayanan et al. 2021, arXiv:2104.04473, section 3.2. Sequence parallelism moves
     the same bytes (Korthikanti et al. 2022). While the GPU works the host launches ahead; where a
     layer needs the host longer than the GPU, the GPU waits for the rest.
+
+    An input in host memory is copied there and back, each time 2 s b h / t bytes over a GPU's PCIe.
+    Nothing hides: torch's save_on_cpu copies on the stream that computes.
     """
     x, cluster, c = setting
     whole = x.recomputed
@@ -319,10 +322,11 @@ def layer_time(setting: Setting) -> LayerTime:
     messages = (4 + 2 * whole + operators) * (1 - c.overlap * x.overlap_tp)
     # experts replace the half of them that is the MLP's
     messages = messages / (1 + (x.experts > 0))
+    copied = 2 * x.offload_checkpoints * x.input_bytes / (cluster.pcie_bytes_per_s * c.p2p)
     parts = {
         "matmul": linear * (1 + whole + operators / 2) + linear_back,
         "attention": attention * (1 + whole + core) + attention_back,
-        "elementwise": elements * (1 + again) + elements_back + gradients,
+        "elementwise": elements * (1 + again) + elements_back + gradients + copied,
         "tensor_parallel": all_reduce_seconds(setting) * messages,
         "expert_parallel": exchange,
     }

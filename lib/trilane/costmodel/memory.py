@@ -367,6 +367,17 @@ def _states(
     return weights, gradients, states * parameters / np.where(x.zero >= 1, x.sharded, 1)
 
 
+def kept_bytes(columns: Columns, stage: Number, constants: MemoryConstants) -> Number:
+    """Bytes of a microbatch that a GPU keeps of the layers of a stage. Of inputs that are kept in
+    host memory it has those that came from another stage, too: schedules hold them, DeepSpeed's
+    the copy that end_bytes() counts.
+    """
+    x = columns
+    here = over_layers(x, stage, layer_kinds(x, lambda x: activation_bytes_per_layer(x, constants)))
+    received = (x.interleaving - (stage == 0)) * (1 - constants.handed) * x.input_bytes
+    return np.where(x.offload_checkpoints, received, here)
+
+
 def working_bytes(columns: Columns, stage: Number, constants: MemoryConstants) -> Number:
     """The most that is alive for a moment only: one layer's recomputed activations, or the logits
     with their loss.
@@ -397,10 +408,9 @@ def stage_memory(
     weights, gradients, optimizer = model_states(x, stage, c)
     unit = np.maximum(x.layer_parameters + x.expert_parameters, x.embedding_parameters)
     gathered = ((x.zero == 3) & (x.pp == 1)) * c.gathered * unit * x.value_bytes / 2
-    kinds = layer_kinds(x, lambda x: activation_bytes_per_layer(x, c))
-    kept = over_layers(x, stage, kinds)
+    kept = kept_bytes(x, stage, c)
     if not is_cpu:
-        kept = kept * np.where(x.recompute == FULL, c.checkpoint, 1) * (x.offload_checkpoints == 0)
+        kept = kept * np.where(x.recompute == FULL, c.checkpoint, 1)
     kept = kept + c.ends * end_bytes(x, stage, c)
     # ALiBi's mask, which the engine keeps for all layers (engine/model/gpt.py); a flash kernel of
     # another stack makes it on the way
@@ -428,13 +438,12 @@ def stage_memory(
 
 
 def host_bytes(columns: Columns, stage: Number, constants: MemoryConstants = DEFAULT) -> Number:
-    """CPU memory of one GPU's offload: optimizer, weights ("full"), inputs of recomputed layers
-    over tp.
+    """CPU memory of one GPU's offload: optimizer, weights ("full"), inputs of recomputed
+    layers.
     """
     x = columns
     weights, _, optimizer = model_states(x, stage, constants)
-    kept = over_layers(x, stage, layer_kinds(x, activation_bytes_per_layer))
-    inputs = kept * in_flight(x, stage) / x.tp
+    inputs = stage_layers_at(x, stage) * x.input_bytes * in_flight(x, stage)
     away = (x.offload > 0) * optimizer + (x.offload == 2) * weights
     return away + x.offload_checkpoints * inputs
 

@@ -124,6 +124,7 @@ def _of_plan(plan: Plan) -> dict[str, Any]:
         "kv-channels": shape.kv_channels or False,
         "untie-embeddings-and-output-weights": not shape.tied_embeddings,
         "use-distributed-optimizer": topology.zero == 1,
+        "num-distributed-optimizer-instances": topology.shards > 0 and topology.instances,
         "accumulate-allreduce-grads-in-fp32": topology.precision != "fp32",
         "timing-log-level": 2 if run.timers else 0,
     }

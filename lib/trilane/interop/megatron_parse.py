@@ -343,12 +343,17 @@ def _topology(given: Given, is_fork: bool, gpus: int) -> Topology:
         sizes["dispatcher"] = word
     else:
         sizes["etp"] = 1
+    instances = given.get("num_distributed_optimizer_instances", int, 1)
+    rule = f"must divide dp x cp = {dp * cp}"
+    divides = instances > 0 and dp * cp % instances == 0
+    require(divides, "--num-distributed-optimizer-instances", instances, rule)
     sums_in_fp32 = given.has("accumulate_allreduce_grads_in_fp32") or precision in ("bf16", "fp8")
     return Topology(
         **sizes,
         **_recompute(given, is_fork),
         dp=dp,
         zero=zero,
+        shards=dp * cp // instances if instances > 1 else 0,
         offload="optimizer" if given.has("cpu_optimizer") else "none",
         precision=precision,
         fp32_gradients=sums_in_fp32 and precision != "fp32",

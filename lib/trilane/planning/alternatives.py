@@ -26,6 +26,7 @@ HELD = [
     "adam",
     "buckets",
     "offload",
+    "offload_checkpoints",
     "overlap_tp",
 ]
 

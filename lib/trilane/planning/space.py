@@ -31,7 +31,7 @@ SEARCHED = {f.name: tuple(f.metadata["search"]) for f in fields(Topology) if "se
 ENDS = ("first_stage_layers", "last_stage_layers")
 STAGES = ("partition", *ENDS, "interleaving", "recompute", "recompute_layers")
 # the rest of what a search varies; of HELD the values that are asked for alone
-HELD = ("offload", "precision", "overlap_tp")
+HELD = ("offload", "offload_checkpoints", "precision", "overlap_tp")
 OVERLAPS = ("overlap_grad_reduce", "overlap_param_gather")
 OTHERS = ("zero", "sequence_parallel", *OVERLAPS, *HELD)
 VARIED = (*STAGES, *OTHERS)
@@ -94,7 +94,7 @@ class Space(Record):
         """What the search does not vary, in words."""
         t = self.fixed
         held = {"engine": self.engine, "attention": t.attention}
-        held |= {name: getattr(t, name) for name in HELD[1:]}
+        held |= {name: getattr(t, name) for name in HELD[2:]}
         held |= {name: value for name, value in changed(t).items() if name not in FREE}
         for name, values in self.pins.items():
             held.pop(name, None)

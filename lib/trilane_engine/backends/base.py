@@ -52,8 +52,8 @@ class States(Protocol):
 
     A piece is the same on all replicas. Of its values, flattened, a rank reads those of
     `shard(number)`: where the states are `divided` (ZeRO, a distributed optimizer) the part that it
-    updates itself, which no other replica has; else all of them. All replicas must read the same
-    pieces in the same order, since an engine may have to gather them.
+    updates itself, as no other replica of its instance does; else all of them. All replicas must
+    read the same pieces in the same order, since an engine may have to gather them.
 
         finish_step   complete what the last step deferred; collective, before any read
         shard         (first, last + 1) of the values that read() returns; (0, 0) for none
@@ -136,6 +136,7 @@ class Engine:
             context_parallel_size=t.cp,
             expert_model_parallel_size=t.ep,
             expert_tensor_parallel_size=t.etp,
+            num_distributed_optimizer_instances=t.instances,
             create_gloo_process_groups=False,
         )
         seed_streams(plan.run.seed)

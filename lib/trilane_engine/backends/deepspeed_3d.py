@@ -34,6 +34,7 @@ from trilane_engine.model.gpt import (
     layer_spec,
     transformer_config,
 )
+from trilane_engine.model.layer import on_host
 from trilane_engine.model.rng import sequence_stream
 from trilane_engine.phases import BACKWARD, DATA, FORWARD, OPTIMIZER, P2P, REDUCE, phase
 
@@ -61,6 +62,8 @@ class DeepSpeed3D(DeepSpeed):
         held = [layer for layer in stage.forward_funcs if isinstance(layer, TransformerLayer)]
         for number, layer in enumerate(held):
             layer.recomputed = t.recompute == "full" or number < t.recompute_layers
+            if t.offload_checkpoints:
+                layer.checkpoint = on_host(layer.checkpoint)
         return named
 
     def _train(self, microbatches: Sequence[Microbatch]) -> float:
@@ -76,7 +79,14 @@ class DeepSpeed3D(DeepSpeed):
         t = plan.topology
         # Layers inside DeepSpeed's pipeline must see pp 1: megatron-core would shift their numbers
         # otherwise.
-        alone = replace(t, pp=1, recompute="none", recompute_layers=0, partition="uniform")
+        alone = replace(
+            t,
+            pp=1,
+            recompute="none",
+            recompute_layers=0,
+            offload_checkpoints=False,
+            partition="uniform",
+        )
         one_stage = replace(plan, topology=alone)
         # DeepSpeed's own "uniform" would count embedding, positions and norm as layers.
         if t.partition == "uniform":
@@ -172,6 +182,7 @@ class TransformerLayer(nn.Module):
     """Layer `number` of the whole model, from 0; `recomputed` in the backward pass or not."""
 
     recomputed = False
+    checkpoint = staticmethod(tensor_parallel.checkpoint)
 
     def __init__(self, shape: ModelShape, settings: TransformerConfig, number: int) -> None:
         super().__init__()
@@ -188,7 +199,7 @@ class TransformerLayer(nn.Module):
         # DeepSpeed's own checkpoints do not rewind the generators of megatron-core's dropout, and
         # take every layer
         if self.recomputed:
-            return tensor_parallel.checkpoint(self._computed, False, x)
+            return self.checkpoint(self._computed, False, x)
         return self._computed(x)
 
     def _computed(self, x: Tensor) -> Tensor:

@@ -176,6 +176,7 @@ def _distributed(
         overlap_grad_reduce=t.overlap_grad_reduce,
         overlap_param_gather=t.overlap_param_gather,
         bucket_size=max(40_000_000, 1_000_000 * t.dp),  # DDP's own
+        num_distributed_optimizer_instances=t.instances,
     )
     if is_half:
         chunk = Float16Module(settings, chunk)
@@ -193,10 +194,14 @@ def _layout(ddp: DistributedDataParallelConfig, chunk: nn.Module) -> dict[str, A
     if compute is None or not ddp.use_distributed_optimizer:
         return {}
     is_cut = ddp.overlap_grad_reduce and parallel_state.is_pipeline_first_stage(ignore_virtual=True)
-    replicas = parallel_state.get_data_parallel_world_size(with_context_parallel=True)
+    replicas = parallel_state.get_data_parallel_world_size(
+        with_context_parallel=True, partial_data_parallel=True
+    )
     parameters = [parameter for parameter in chunk.parameters() if parameter.requires_grad]
     bucket_size = ddp.bucket_size if is_cut else None
-    of_experts = parallel_state.get_expert_data_parallel_world_size()
+    of_experts = parallel_state.get_expert_data_parallel_world_size(
+        partial_expert_data_parallel=True
+    )
     return {"full_param_layout": compute(parameters, bucket_size, replicas, ddp, of_experts)}
 
 

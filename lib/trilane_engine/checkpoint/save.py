@@ -30,7 +30,7 @@ from trilane_engine.backends.base import Engine, States
 from trilane_engine.checkpoint.fingerprints import fingerprint, layout, read_marked
 from trilane_engine.checkpoint.slices import boxes_of, write_slices
 from trilane_engine.model import rng
-from trilane_engine.model.experts import replicas
+from trilane_engine.model.experts import replica
 from trilane_engine.world import World, call_on_first, gather_values
 
 # number of the piece and kind -> its values in host memory
@@ -85,8 +85,8 @@ class Saver:
         states = engine.states
         self._mine: list[int] = []
         for number, piece in enumerate(states.pieces):
-            holders = replicas(piece.name)
-            takes_turn = states.divided or number % holders.size() == holders.rank()
+            place, holders = replica(piece.name, states.divided)
+            takes_turn = number % holders == place
             if takes_turn and not piece.written_elsewhere and states.shard(number) != (0, 0):
                 self._mine.append(number)
         self._copy = HostCopy(states, self._mine, world.device)  # its memory is known at the start

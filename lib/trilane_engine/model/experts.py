@@ -106,8 +106,14 @@ def tensor_parallel(name: str) -> tuple[int, int]:
     )
 
 
-def replicas(name: str) -> dist.ProcessGroup:
-    """The ranks that hold the same part of parameter `name`."""
-    if is_expert(name):
-        return parallel_state.get_expert_data_parallel_group()
-    return parallel_state.get_data_parallel_group(with_context_parallel=True)
+def replica(name: str, divided: bool) -> tuple[int, int]:
+    """This rank's place among those that hold the same part of parameter `name`, or of its
+    `divided` states, and their number.
+    """
+    if divided:
+        group = parallel_state.get_inter_distributed_optimizer_instance_group(False)
+    elif is_expert(name):
+        group = parallel_state.get_expert_data_parallel_group()
+    else:
+        group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    return (group.rank(), group.size()) if group else (0, 1)

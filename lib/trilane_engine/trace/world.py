@@ -166,6 +166,15 @@ def _as_on_card(plan: Plan, recorder: Recorder) -> None:
             return function
         return lambda *inputs: _Compiled.apply(recorder, function, *inputs)
 
+    def copied(x: Tensor) -> Tensor:
+        """To the host: one kernel, of which the card holds nothing."""
+        with recorder.one_kernel():
+            return x.clone()
+
+    def save_on_cpu(pin_memory: bool) -> Any:
+        return torch.autograd.graph.saved_tensors_hooks(copied, torch.clone)
+
+    patches.put(torch.autograd.graph, save_on_cpu=save_on_cpu)
     card = plan.cluster.gpu.compute_capability
     patches.put(fused, capability=lambda device: card, COMPILE=compiled)
     attend = attention(F.scaled_dot_product_attention, has_flash=card >= (8, 0))
