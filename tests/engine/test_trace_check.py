@@ -24,6 +24,7 @@ FAMILIES["shared"] = FAMILIES["mixtral"] | {
 }
 BF16 = {"precision": "bf16", "fp32_gradients": True, "gbs": 8}
 HOST = {"recompute": "full", "offload_checkpoints": True}
+INSTANCES = {"dp": 4, "shards": 2, "gbs": 16}
 PLANS = {
     "megatron": (
         "qwen3",
@@ -31,7 +32,7 @@ PLANS = {
     ),
     "megatron experts": (
         "shared",
-        {**BF16, "tp": 2, "dp": 2, "ep": 2, "zero": 1, "sequence_parallel": True},
+        {**BF16, "tp": 2, "ep": 2, "zero": 1, "sequence_parallel": True, **INSTANCES},
     ),
     "deepspeed-3d": (
         "gpt2",

@@ -36,6 +36,7 @@ BLENDED = Data(
 )
 MACHINE, FP8 = cluster("jz-a100-80g"), cluster("dgx-h100")
 
+OVERLAPS = {"overlap_grad_reduce": True, "overlap_param_gather": True}
 TOPOLOGIES = [
     {},
     {"tp": 2, "pp": 2, "dp": 4, "mbs": 2, "gbs": 64, "zero": 1, "sequence_parallel": True},
@@ -43,7 +44,7 @@ TOPOLOGIES = [
     {"pp": 5, "dp": 2, "gbs": 16, "partition": "type:transformer|embedding"},
     {"tp": 8, "recompute": "full", "precision": "fp16", "fp32_gradients": True},
     {"pp": 2, "gbs": 2, "recompute": "block", "recompute_layers": 3},
-    {"dp": 2, "gbs": 4, "zero": 1, "overlap_grad_reduce": True, "overlap_param_gather": True},
+    {"dp": 4, "gbs": 4, "zero": 1, "shards": 2, **OVERLAPS},
     {"pp": 3, "gbs": 3, "first_stage_layers": 2, "last_stage_layers": 4},
     {"tp": 2, "cp": 4, "dp": 2, "gbs": 4, "precision": "fp8", "fp32_gradients": True},
 ]
@@ -285,6 +286,7 @@ def test_a_block_of_a_log_is_a_plan():
 
 
 GOOD = megatron_text(megatron_args(plan({"tp": 2, "pp": 2})))
+INSTANCES = "--num-distributed-optimizer-instances"
 CANNOT_BE_READ = [  # an argument of GOOD, what stands in its place, the message
     ("--lr 6e-05", "--lr fast", "--lr=fast: must be a number"),
     ("--seq-length 128", "", "--seq-length=missing: needs one value"),
@@ -295,6 +297,7 @@ CANNOT_BE_READ = [  # an argument of GOOD, what stands in its place, the message
     (GOOD, BLOCK * 2, "arguments=2 blocks: must be one"),
     (GOOD, BLOCK[:800], "arguments=1 blocks: must be one"),
     ("", "--use-megatron-fsdp", "--use-megatron-fsdp=yes: a plan shards"),
+    ("", f"{INSTANCES} 3", f"{INSTANCES}=3: must divide dp x cp = 1"),
     ("", "--num-experts 8 --moe-layer-freq 2", "--moe-layer-freq=2: a plan has dense layers in"),
     ("", "--rampup-batch-size 16 x", "ramp=16,x: must be whole numbers above zero"),
     (
@@ -347,13 +350,17 @@ CANNOT_BE_WRITTEN = [  # what differs, the message
         {"layer": Layer(name="mine.py:Own", source="")},
         "layer=mine.py:Own (e3b0c442): Megatron-LM trains its own",
     ),
+    (
+        {"topology": {"recompute": "full", "offload_checkpoints": True}},
+        "offload_checkpoints=True: Megatron-LM keeps",
+    ),
 ]
 
 
 @pytest.mark.parametrize(("changes", "message"), CANNOT_BE_WRITTEN)
 def test_what_cannot_be_written_is_one_line(changes: dict, message: str):
     with one_line(message):
-        megatron_args(plan({}, **changes))
+        megatron_args(plan(**{"topology": {}, **changes}))
 
 
 def test_the_command_goes_both_ways(tmp_path, capsys):

@@ -67,11 +67,11 @@ def test_plain_loops_refuse_each_topology_by_the_first_rule_that_it_breaks():
     pins = {"zero": (0, 1, 2), "recompute": ("none", "full"), "mbs": (1, 2, 3)}
     pins |= {"sequence_parallel": (False, True), "last_stage_layers": (0, 2)}
     space = space_for(shape, A100, gpus=12, gbs=24, **pins)
-    for tp, pp, dp, cp, *_ in space.sizes():
+    for tp, pp, dp, cp, *_, shards in space.sizes():
         rows = space.points(shape, pp, tp > 1, dp * cp > 1).rows
         for row, mbs in itertools.product(rows, space.batches(dp)):
             given = dict(zip(VARIED, row, strict=True)) | {"mbs": int(mbs), "gbs": 24}
-            given |= {"tp": tp, "pp": pp, "dp": dp, "cp": cp}
+            given |= {"tp": tp, "pp": pp, "dp": dp, "cp": cp, "shards": shards}
             micro = 24 // (int(mbs) * dp)
             t = SimpleNamespace(**vars(space.fixed) | given, gpus=12, microbatches=micro)
             rules = itertools.chain(

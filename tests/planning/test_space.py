@@ -12,8 +12,19 @@ def test_each_way_to_cut_eight_gpus_is_looked_at_once():
     assert len(sizes) == len(set(sizes)) == 20
     assert {t * p * d * c for t, p, d, c, *_ in sizes} == {8}
     pins = {"tp": (2,), "dp": (2,), "cp": (1,)}
-    assert list(Space(gpus=(8,), gbs=8, pins=pins).sizes()) == [(2, 2, 2, 1, 1, 1)]
-    assert {c for *_, c, _, _ in Space(gpus=(8,), gbs=8, engine="deepspeed-3d").sizes()} == {1}
+    assert list(Space(gpus=(8,), gbs=8, pins=pins).sizes()) == [(2, 2, 2, 1, 1, 1, 0)]
+    assert {s[3] for s in Space(gpus=(8,), gbs=8, engine="deepspeed-3d").sizes()} == {1}
+
+
+def test_replicas_of_several_nodes_may_share_states_out_inside_each():
+    """Nodes of 8: of 12 GPUs along a stage's replicas 4 divide both; pinned values are as given."""
+    space = Space(gpus=(48,), gbs=48, pins={"cp": (1,)}, domain=8)
+    shards = {(tp, dp): s for tp, _, dp, *_, s in space.sizes()}
+    assert (shards[1, 16], shards[1, 12], shards[2, 12], shards[8, 6], shards[4, 2]) == (
+        (8, 4, 4, 0, 0)
+    )
+    pins = {"tp": (1,), "dp": (16,), "shards": (2, 16)}
+    assert {s[-1] for s in Space(gpus=(16,), gbs=16, pins=pins, domain=8).sizes()} == {2, 16}
 
 
 def test_stages_with_a_number_of_layers_are_lighter_than_the_others_and_share_the_rest():

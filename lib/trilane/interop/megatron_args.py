@@ -47,7 +47,7 @@ def megatron_args(plan: Plan, prefixes: Sequence[str] = ()) -> Arguments:
     """
     shape = plan.shape
     reason = unsupported_reason("megatron", shape, plan.topology)
-    if reason := reason or first_broken(_rules(plan, shape), plan, shape):
+    if reason := reason or first_broken(_rules(plan, shape), plan, shape, plan.topology):
         raise ValueError(reason)
     values: dict[str, Any] = {}  # True is a switch, False is left out
     for part in (shape, plan.topology, plan.run, plan.optimizer, plan.dropout):
@@ -75,6 +75,8 @@ def _rules(plan: Plan, shape: ModelShape) -> Rules:
     yield not shape.qk_norm_whole, "qk_norm_whole", "Megatron-LM norms head by head"
     yield not shape.embedding_layernorm, "embedding_layernorm", "Megatron-LM has none"
     yield shape.rotary_base.is_integer(), "rotary_base", "Megatron-LM has whole numbers"
+    stays = not plan.topology.offload_checkpoints
+    yield stays, "offload_checkpoints", "Megatron-LM keeps the inputs of layers on the card"
     # its fused kernel alone has the tanh form, and validate_args() turns that off without biases
     is_able = shape.activation != "gelu-tanh" or shape.biases == "all"
     yield is_able, "activation", "Megatron-LM has it with biases=all alone"

@@ -25,7 +25,7 @@ from trilane.utils.tables import Record
 from trilane.utils.validation import require, require_known
 
 ParallelSizes = tuple[int, ...]
-SIZES = ("tp", "pp", "dp", "cp", "ep", "etp")
+SIZES = ("tp", "pp", "dp", "cp", "ep", "etp", "shards")
 SEARCHED = {f.name: tuple(f.metadata["search"]) for f in fields(Topology) if "search" in f.metadata}
 # how layers are dealt to stages, and how many are computed again: each depends on those before
 ENDS = ("first_stage_layers", "last_stage_layers")
@@ -68,6 +68,7 @@ class Space(Record):
             that makes sense
     fixed   the topology whose other fields all have: precision, attention, the sums of gradients,
             ...
+    domain  GPUs among which replicas may share states out, where there are more; 0: no other do
 
     Raises ValueError for an empty or senseless choice.
     """
@@ -77,6 +78,7 @@ class Space(Record):
     pins: Mapping[str, tuple[Any, ...]] = dataclasses.field(default_factory=dict)
     fixed: Topology = dataclasses.field(default_factory=lambda: Topology(precision="bf16"))
     engine: str = ENGINES[0]
+    domain: int = 0
 
     def __post_init__(self) -> None:
         require_known("engine", self.engine, ENGINES)
@@ -103,20 +105,27 @@ class Space(Record):
         return ", ".join(f"{name} {value}" for name, value in held.items())
 
     def sizes(self) -> Iterator[ParallelSizes]:
-        """Every (tp, pp, dp, cp, ep, etp) of one of the GPU counts that the pins allow."""
+        """Every (tp, pp, dp, cp, ep, etp, shards) of one of the GPU counts that the pins allow."""
         for gpus in self.gpus:
             for tp in self._sizes("tp", gpus):
                 for pp in self._sizes("pp", gpus // tp):
                     for cp in self._sizes("cp", gpus // tp // pp):
                         dp = gpus // tp // pp // cp
                         if dp in self.pins.get("dp", (dp,)):
-                            experts = [self.pins.get(name, (1,)) for name in SIZES[4:]]
-                            for shares in itertools.product(*experts):
+                            experts = [self.pins.get(name, (1,)) for name in SIZES[4:6]]
+                            shards = self._shards(tp, dp * cp)
+                            for shares in itertools.product(*experts, shards):
                                 yield tp, pp, dp, cp, *shares
 
     def _sizes(self, name: str, ranks: int) -> list[int]:
         usual = (1,) if name == "cp" and self.engine != ENGINES[0] else divisors(ranks)
         return [size for size in self.pins.get(name, usual) if ranks % size == 0]
+
+    def _shards(self, tp: int, replicas: int) -> tuple[int, ...]:
+        """All replicas share states out, or also as many as a domain has."""
+        near = math.gcd(replicas, self.domain // tp)
+        usual = (0, near) if 1 < near < replicas else (0,)
+        return self.pins.get("shards", usual)
 
     def batches(self, dp: int) -> np.ndarray:
         """Every mbs of which mbs x dp divides gbs."""
@@ -245,7 +254,8 @@ def space_for(
     if shape.experts:
         pins.setdefault("ep", tuple(divisors(shape.experts)))
     fixed = Topology(**settings)
-    return Space(gpus=_tuple(gpus), gbs=gbs, engine=engine, pins=pins, fixed=fixed)
+    domain = cluster.domain if engine == ENGINES[0] else 0
+    return Space(gpus=_tuple(gpus), gbs=gbs, engine=engine, pins=pins, fixed=fixed, domain=domain)
 
 
 def read_choices(**texts: str) -> dict[str, Any]:
