@@ -3,7 +3,6 @@ card.
 """
 
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 
