@@ -8,6 +8,7 @@ import logging
 import os
 import warnings
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -79,10 +80,8 @@ def enable_cpu() -> None:
     tensor.cuda = lambda self, *args, **options: self
 
 
-class _Stream:
+class _Stream(SimpleNamespace):
     """In place of torch.cuda's: a CPU computes in order."""
-
-    def __init__(self, device: Any = None) -> None: ...
 
     def wait_stream(self, stream: Any) -> None: ...
 

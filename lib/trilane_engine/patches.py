@@ -194,17 +194,29 @@ def add_by_autograd(ddp: Any) -> None:
         ddp.finish_grad_sync = lambda **_: None
 
 
-def recompute_by(model: Any, wrapped: Callable[[Any], Any]) -> None:
-    """Wrap what recomputes the layers of megatron-core's and of transformers' models."""
+def on_host(place: Any, name: str) -> None:
+    """Let calls of this function, where there is one, keep what the backward pass needs in host
+    memory, page-locked where there is a GPU.
+    """
+    if hasattr(place, name):
+        setattr(place, name, functools.partial(_called_on_host, getattr(place, name)))
+
+
+def _called_on_host(function: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    with torch.autograd.graph.save_on_cpu(pin_memory=True):
+        return function(*args, **options)
+
+
+def inputs_on_host(model: Any) -> None:
+    """Do so where layers are recomputed: megatron-core's, so named also in deepspeed_3d, and those
+    of transformers, whose own way asks for page-locked memory without a GPU, too.
+    """
     from megatron.core.transformer import transformer_block
 
-    if hasattr(transformer_block, "checkpointed_forward"):  # from 0.18 on no method of the block
-        call = transformer_block.checkpointed_forward
-        put(transformer_block, checkpointed_forward=wrapped(call))
+    on_host(transformer_block, "checkpointed_forward")  # from 0.18 on no method of the block
     for module in model.modules():
-        for name in ("_checkpointed_forward", "_gradient_checkpointing_func"):
-            if hasattr(module, name):
-                put(module, **{name: wrapped(getattr(module, name))})
+        on_host(module, "_checkpointed_forward")
+        on_host(module, "_gradient_checkpointing_func")
 
 
 def use_experts() -> None:

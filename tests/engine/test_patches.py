@@ -26,7 +26,7 @@ NEEDED = [
     ("use_torch_optimizer", "megatron/core/optimizer/__init__.py", r"if USING_PYTORCH_OPTIMIZER:"),
     ("use_weight_product", "megatron/core/tensor_parallel/layers.py", r"not _grad_accum_fusion"),
     ("add_by_autograd", f"{DDP}/distributed_data_parallel.py", r"self\.grad_accs\.append"),
-    ("recompute_by", "transformers/modeling_layers.py", r"self\._gradient_checkpointing_func\("),
+    ("inputs_on_host", "transformers/modeling_layers.py", r"self\._gradient_checkpointing_func\("),
     ("enable_cpu", f"{MOE}/token_dispatcher.py", r"cuda_dtoh_stream = torch\.cuda\.Stream"),
     ("balance", f"{MOE}/token_dispatcher.py", r"def preprocess\(self, routing_map"),
     ("balance", f"{MOE}/moe_utils.py", r"\.masked_select\(routing_map"),

@@ -352,7 +352,7 @@ CANNOT_BE_WRITTEN = [  # what differs, the message
     ),
     (
         {"topology": {"recompute": "full", "offload_checkpoints": True}},
-        "offload_checkpoints=True: Megatron-LM keeps",
+        "offload_checkpoints=True: Megatron-LM has none",
     ),
 ]
 

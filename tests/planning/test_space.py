@@ -17,14 +17,14 @@ def test_each_way_to_cut_eight_gpus_is_looked_at_once():
 
 
 def test_replicas_of_several_nodes_may_share_states_out_inside_each():
-    """Nodes of 8: of 12 GPUs along a stage's replicas 4 divide both; pinned values are as given."""
-    space = Space(gpus=(48,), gbs=48, pins={"cp": (1,)}, domain=8)
-    shards = {(tp, dp): s for tp, _, dp, *_, s in space.sizes()}
-    assert (shards[1, 16], shards[1, 12], shards[2, 12], shards[8, 6], shards[4, 2]) == (
-        (8, 4, 4, 0, 0)
-    )
-    pins = {"tp": (1,), "dp": (16,), "shards": (2, 16)}
-    assert {s[-1] for s in Space(gpus=(16,), gbs=16, pins=pins, domain=8).sizes()} == {2, 16}
+    """48 GPUs in nodes of 8: 4 divide a node and 12 replicas; pinned values are as given."""
+
+    def shards(**pins: tuple[int, ...]) -> set[int]:
+        pins["cp"] = (1,)
+        return {sizes[-1] for sizes in Space(gpus=(48,), gbs=48, pins=pins, domain=8).sizes()}
+
+    assert shards(tp=(1,), dp=(12,)) == {0, 4}
+    assert shards(tp=(1,), dp=(12,), shards=(2, 12)) == {2, 12}
 
 
 def test_stages_with_a_number_of_layers_are_lighter_than_the_others_and_share_the_rest():

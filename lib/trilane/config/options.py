@@ -38,8 +38,6 @@ def option(default: Any = dataclasses.MISSING, help: str = "", **facts: Any) -> 
     label      how the label of a plan names a value that is not the default
     predicts   False where no prediction depends on it: it is no part of a plan's id
     megatron   the argument of Megatron-LM, without dashes
-    search     the values that a search tries where none is given; () all that make sense,
-               without it the default alone
     cli        False where no command has an option for it; metavar: what its help calls the value
     name       of this option, where it is not the field's; read: what makes the value of its text
     """

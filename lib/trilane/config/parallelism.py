@@ -56,75 +56,62 @@ class Topology(Record):
         "context-parallel size: GPUs that share each sequence",
         label="cp{}",
         megatron="context-parallel-size",
-        search=(),
     )
     zero: int = option(
         0,
         "ZeRO stage; 1: distributed optimizer",
         maximum=3,
         label="zero{}",
-        search=range(4),
     )
     recompute: str = _words(
         "activations computed again: attention's core, whole layers, all but every second matmul"
         " and attention (operators: torchtitan's), or the first layers of each stage (block)",
         RECOMPUTE,
         label="{}",
-        search=("none", "selective", "full", "block"),
     )
-    recompute_layers: int = _size(
-        "layers of each stage that `block` recomputes", 0, label="{}", search=()
-    )
+    recompute_layers: int = _size("layers of each stage that `block` recomputes", 0, label="{}")
     interleaving: int = _size(
         "model chunks of a pipeline stage",
         label="vp{}",
         megatron="num-virtual-stages-per-pipeline-rank",
-        search=(),
     )
     sequence_parallel: bool = option(
         False,
         "cut norms and dropouts over tp, too",
         label="sp",
         megatron="sequence-parallel",
-        search=(False, True),
     )
     partition: str = _words(
         "type: embedding and head count as layers of a stage",
         PARTITION,
         label="embed",
-        search=PARTITION,
     )
     first_stage_layers: int = _size(
         "layers of the first stage; 0: as the others",
         0,
         label="first{}",
-        search=(),
         megatron="decoder-first-pipeline-num-layers",
     )
     last_stage_layers: int = _size(
         "layers of the last stage; 0: as the others",
         0,
         label="last{}",
-        search=(),
         megatron="decoder-last-pipeline-num-layers",
     )
     offload: str = _words(
         "what stays in host memory; full: all, with ZeRO-3",
         OFFLOAD,
         label="offload{}",
-        search=("none",),
     )
     # DeepSpeed's cpu_checkpointing with partition_activations
     offload_checkpoints: bool = option(
         False,
         "keep the inputs of recomputed layers in host memory",
         label="hostinputs",
-        search=(False,),
     )
     precision: str = _words(
         "of weights and matrix products; in fp8 and fp4 products alone, else as in bf16",
         PRECISIONS,
-        search=(),
     )
     fp32_gradients: bool = option(
         False, "sum 16-bit gradients in fp32; engine megatron always does"
@@ -145,19 +132,17 @@ class Topology(Record):
         False,
         "sum gradients during the backward pass",
         label="overlapgrads",
-        search=(False, True),
         megatron="overlap-grad-reduce",
     )
     overlap_param_gather: bool = option(
         False,
         "gather weights during the forward pass",
         label="overlapparams",
-        search=(False, True),
         megatron="overlap-param-gather",
     )
     # Megatron-LM's --tp-comm-overlap, which needs Transformer Engine
     overlap_tp: bool = option(
-        False, "hide tensor-parallel messages under matmuls", label="overlaptp", search=()
+        False, "hide tensor-parallel messages under matmuls", label="overlaptp"
     )
     # HSDP, MiCS; Megatron-LM has their number, --num-distributed-optimizer-instances
     shards: int = _size(
@@ -169,7 +154,6 @@ class Topology(Record):
         "expert-parallel size: GPUs that share the experts of a layer",
         label="ep{}",
         megatron="expert-model-parallel-size",
-        search=(),
     )
     etp: int = _size(
         "GPUs that share each expert, as tp those that share a layer",

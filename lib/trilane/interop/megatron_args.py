@@ -75,8 +75,7 @@ def _rules(plan: Plan, shape: ModelShape) -> Rules:
     yield not shape.qk_norm_whole, "qk_norm_whole", "Megatron-LM norms head by head"
     yield not shape.embedding_layernorm, "embedding_layernorm", "Megatron-LM has none"
     yield shape.rotary_base.is_integer(), "rotary_base", "Megatron-LM has whole numbers"
-    stays = not plan.topology.offload_checkpoints
-    yield stays, "offload_checkpoints", "Megatron-LM keeps the inputs of layers on the card"
+    yield not plan.topology.offload_checkpoints, "offload_checkpoints", "Megatron-LM has none"
     # its fused kernel alone has the tanh form, and validate_args() turns that off without biases
     is_able = shape.activation != "gelu-tanh" or shape.biases == "all"
     yield is_able, "activation", "Megatron-LM has it with biases=all alone"

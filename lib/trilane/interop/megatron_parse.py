@@ -344,16 +344,16 @@ def _topology(given: Given, is_fork: bool, gpus: int) -> Topology:
     else:
         sizes["etp"] = 1
     instances = given.get("num_distributed_optimizer_instances", int, 1)
+    shards, rest = divmod(dp * cp, max(instances, 1))
     rule = f"must divide dp x cp = {dp * cp}"
-    divides = instances > 0 and dp * cp % instances == 0
-    require(divides, "--num-distributed-optimizer-instances", instances, rule)
+    require(not rest, "--num-distributed-optimizer-instances", instances, rule)
     sums_in_fp32 = given.has("accumulate_allreduce_grads_in_fp32") or precision in ("bf16", "fp8")
     return Topology(
         **sizes,
         **_recompute(given, is_fork),
         dp=dp,
         zero=zero,
-        shards=dp * cp // instances if instances > 1 else 0,
+        shards=shards if instances > 1 else 0,
         offload="optimizer" if given.has("cpu_optimizer") else "none",
         precision=precision,
         fp32_gradients=sums_in_fp32 and precision != "fp32",

@@ -12,23 +12,14 @@ from trilane.config.options import read_field, read_value
 from trilane.config.parallelism import Topology
 from trilane.forecasting.forecast import Forecast
 from trilane.forecasting.request import ForecastRequest
+from trilane.planning import space
 from trilane.planning.search import search
 from trilane.utils.frozen import frozen
 from trilane.utils.tables import DataFrame, Record, Table
 from trilane.utils.validation import require, require_known
 
 # what a search varies only where it is asked to
-HELD = [
-    "precision",
-    "attention",
-    "fp32_gradients",
-    "cp",
-    "adam",
-    "buckets",
-    "offload",
-    "offload_checkpoints",
-    "overlap_tp",
-]
+HELD = ("attention", "fp32_gradients", "cp", "adam", "buckets", *space.HELD)
 
 
 @frozen

@@ -18,7 +18,7 @@ from trilane.config.engines import (
 )
 from trilane.config.model import ModelShape
 from trilane.config.options import changed, check_field, read_field
-from trilane.config.parallelism import Topology
+from trilane.config.parallelism import PARTITION, Topology
 from trilane.costmodel.columns import number_of
 from trilane.utils.frozen import frozen
 from trilane.utils.tables import Record
@@ -26,7 +26,11 @@ from trilane.utils.validation import require, require_known
 
 ParallelSizes = tuple[int, ...]
 SIZES = ("tp", "pp", "dp", "cp", "ep", "etp", "shards")
-SEARCHED = {f.name: tuple(f.metadata["search"]) for f in fields(Topology) if "search" in f.metadata}
+SEARCHED: dict[str, tuple[Any, ...]] = {
+    "zero": tuple(range(4)),
+    "recompute": ("none", "selective", "full", "block"),
+    "partition": PARTITION,
+}
 # how layers are dealt to stages, and how many are computed again: each depends on those before
 ENDS = ("first_stage_layers", "last_stage_layers")
 STAGES = ("partition", *ENDS, "interleaving", "recompute", "recompute_layers")
@@ -113,19 +117,15 @@ class Space(Record):
                         dp = gpus // tp // pp // cp
                         if dp in self.pins.get("dp", (dp,)):
                             experts = [self.pins.get(name, (1,)) for name in SIZES[4:6]]
-                            shards = self._shards(tp, dp * cp)
+                            near = math.gcd(dp * cp, self.domain // tp)
+                            usual = (0, near) if 1 < near < dp * cp else (0,)
+                            shards = self.pins.get("shards", usual)
                             for shares in itertools.product(*experts, shards):
                                 yield tp, pp, dp, cp, *shares
 
     def _sizes(self, name: str, ranks: int) -> list[int]:
         usual = (1,) if name == "cp" and self.engine != ENGINES[0] else divisors(ranks)
         return [size for size in self.pins.get(name, usual) if ranks % size == 0]
-
-    def _shards(self, tp: int, replicas: int) -> tuple[int, ...]:
-        """All replicas share states out, or also as many as a domain has."""
-        near = math.gcd(replicas, self.domain // tp)
-        usual = (0, near) if 1 < near < replicas else (0,)
-        return self.pins.get("shards", usual)
 
     def batches(self, dp: int) -> np.ndarray:
         """Every mbs of which mbs x dp divides gbs."""
@@ -152,9 +152,10 @@ class Space(Record):
 
     def _values(self, name: str, has_tp: bool, has_dp: bool) -> tuple[Any, ...]:
         """The values of a choice; without what it is about there is no other than the first."""
-        values = self.pins.get(name, SEARCHED[name])
-        if name in HELD and name not in self.pins:
-            values = (getattr(self.fixed, name),)
+        usual = SEARCHED.get(name, (False, True))
+        if name in HELD:
+            usual = (getattr(self.fixed, name),)
+        values = self.pins.get(name, usual)
         if name == "sequence_parallel" and not has_tp:
             return tuple(value for value in values if not value)
         if name in OVERLAPS and name not in self.pins:

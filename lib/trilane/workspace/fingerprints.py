@@ -196,9 +196,10 @@ def whole_parts(replicas: Sequence[Part]) -> list[Part]:
     """The same part on all replicas, in the order of their ranks, with the marks of their shards
     added up, in each group of ranks that share them out; without them where one is missing.
     """
-    groups = sum(part.shard is not None and part.shard[0] == 0 < part.shard[1] for part in replicas)
+    ranges = [part.shard or (0, 0) for part in replicas]
+    groups = ranges.count(max(ranges))
     if groups > 1:
-        each = -(-len(replicas) // groups)
+        each = len(replicas) // groups
         parts = [whole_parts(replicas[n : n + each]) for n in range(0, len(replicas), each)]
         return functools.reduce(operator.add, parts)
     size = math.prod(end - first for first, end in replicas[0].box)

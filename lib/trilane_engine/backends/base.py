@@ -13,6 +13,7 @@ from torch import Tensor
 
 from trilane.config.plan import Plan
 from trilane.utils.frozen import frozen
+from trilane_engine import patches
 from trilane_engine.model import fused
 from trilane_engine.model.experts import tensor_parallel
 from trilane_engine.model.parameters import Piece, paired
@@ -147,6 +148,9 @@ class Engine:
         positions = torch.arange(plan.shape.seq_length, device=world.device)
         self._positions = positions.expand(t.mbs, -1)  # (mbs, seq_length)
         self._build()
+        if t.offload_checkpoints:
+            for module in self.modules:
+                patches.inputs_on_host(module)
 
     @property
     def replica(self) -> tuple[int, int]:

@@ -34,7 +34,6 @@ from trilane_engine.model.gpt import (
     layer_spec,
     transformer_config,
 )
-from trilane_engine.model.layer import on_host
 from trilane_engine.model.rng import sequence_stream
 from trilane_engine.phases import BACKWARD, DATA, FORWARD, OPTIMIZER, P2P, REDUCE, phase
 
@@ -62,8 +61,6 @@ class DeepSpeed3D(DeepSpeed):
         held = [layer for layer in stage.forward_funcs if isinstance(layer, TransformerLayer)]
         for number, layer in enumerate(held):
             layer.recomputed = t.recompute == "full" or number < t.recompute_layers
-            if t.offload_checkpoints:
-                layer.checkpoint = on_host(layer.checkpoint)
         return named
 
     def _train(self, microbatches: Sequence[Microbatch]) -> float:
@@ -182,7 +179,6 @@ class TransformerLayer(nn.Module):
     """Layer `number` of the whole model, from 0; `recomputed` in the backward pass or not."""
 
     recomputed = False
-    checkpoint = staticmethod(tensor_parallel.checkpoint)
 
     def __init__(self, shape: ModelShape, settings: TransformerConfig, number: int) -> None:
         super().__init__()
@@ -199,8 +195,11 @@ class TransformerLayer(nn.Module):
         # DeepSpeed's own checkpoints do not rewind the generators of megatron-core's dropout, and
         # take every layer
         if self.recomputed:
-            return self.checkpoint(self._computed, False, x)
+            return self._checkpointed_forward(x)
         return self._computed(x)
+
+    def _checkpointed_forward(self, x: Tensor) -> Tensor:
+        return tensor_parallel.checkpoint(self._computed, False, x)
 
     def _computed(self, x: Tensor) -> Tensor:
         with sequence_stream(self.settings):  # as megatron-core's TransformerBlock does

@@ -26,7 +26,6 @@ from trilane_engine.backends.base import Microbatch, Named
 from trilane_engine.backends.deepspeed_zero import DeepSpeedStates, DeepSpeedZero
 from trilane_engine.checkpoint.huggingface import ours, theirs
 from trilane_engine.model.gpt import fill
-from trilane_engine.model.layer import on_host
 from trilane_engine.model.parameters import Piece, initial_tensor, whole_sizes
 
 
@@ -81,9 +80,6 @@ def _model(plan: Plan) -> torch.nn.Module:
     model.tie_weights()
     if plan.topology.recompute == "full":
         model.activation_checkpointing_enable({"use_reentrant": False})
-    if plan.topology.offload_checkpoints:
-        # transformers' own way asks for page-locked memory without a GPU, too
-        patches.recompute_by(model, on_host)
     parameters = dict(model.named_parameters())
     for name, size in whole_sizes(shape).items():
         # made once, when the first value is asked for: a trace asks for none

@@ -32,18 +32,9 @@ from torch import Tensor, nn
 
 from trilane.config.model import ModelShape
 from trilane.config.plan import Plan
-from trilane_engine import patches
 from trilane_engine.model import context, experts, fused, te
 from trilane_engine.model.fused import DTYPES, GPT, compiled
-from trilane_engine.model.layer import (
-    MLP,
-    XIELU,
-    ColumnLinear,
-    Layer,
-    RowLinear,
-    SelfAttention,
-    on_host,
-)
+from trilane_engine.model.layer import MLP, XIELU, ColumnLinear, Layer, RowLinear, SelfAttention
 from trilane_engine.model.parameters import initial_range, is_gated_fc1, split_dim
 
 # values in memory at a time, 64 MiB: BLOOM-176B's embedding has 14 GB
@@ -393,8 +384,6 @@ def empty_chunk(
     if shape.embedding_layernorm and model.pre_process:
         # The dropout is the embedding's last operation, on this rank's part of the sequence.
         model.embedding.embedding_dropout = NormedDropout(settings)
-    if plan.topology.offload_checkpoints:
-        patches.recompute_by(model, on_host)
     return model
 
 

@@ -5,8 +5,6 @@ megatron-core's own forward passes ask for inference, offload and experts in eve
 microbatch, and small kernels wait for that. S sequence, B microbatch, C hidden size.
 """
 
-import functools
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -25,19 +23,6 @@ from trilane_engine.model.fused import activate, add_dropped, add_product, compi
 
 # what a matrix gives, and the bias that is still to be added to it
 Pair = tuple[Tensor, Tensor | None]
-
-
-def on_host(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function`, of whose call the backward pass finds what it needs in host memory, page-locked
-    where there is a GPU.
-    """
-
-    @functools.wraps(function)
-    def called(*args: Any, **options: Any) -> Any:
-        with torch.autograd.graph.save_on_cpu(pin_memory=True):
-            return function(*args, **options)
-
-    return called
 
 
 class _AddingProduct(torch.autograd.Function):

@@ -171,10 +171,8 @@ def _as_on_card(plan: Plan, recorder: Recorder) -> None:
         with recorder.one_kernel():
             return x.clone()
 
-    def save_on_cpu(pin_memory: bool) -> Any:
-        return torch.autograd.graph.saved_tensors_hooks(copied, torch.clone)
-
-    patches.put(torch.autograd.graph, save_on_cpu=save_on_cpu)
+    graph = torch.autograd.graph
+    patches.put(graph, save_on_cpu=lambda **_: graph.saved_tensors_hooks(copied, torch.clone))
     card = plan.cluster.gpu.compute_capability
     patches.put(fused, capability=lambda device: card, COMPILE=compiled)
     attend = attention(F.scaled_dot_product_attention, has_flash=card >= (8, 0))
