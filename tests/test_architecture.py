@@ -42,9 +42,9 @@ ORDER = tuple(
 BESIDE = ("trilane_engine", "trilane_diagnose")
 # What is counted: the aim, and what stands today.
 TOKENS = {
-    "trilane": (128_000, 137_400),
-    "trilane_engine": (48_500, 48_300),
-    "trilane_diagnose": (29_500, 29_400),
+    "trilane": (128_000, 136_600),
+    "trilane_engine": (49_500, 49_300),
+    "trilane_diagnose": (29_500, 28_600),
     "tests": (140_000, 140_000),
 }
 FORMS = {  # in lib, per 1,000 code lines
