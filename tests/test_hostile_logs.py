@@ -8,7 +8,7 @@ import os
 import pickle
 import re
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -87,12 +87,10 @@ def calls(state: str = "started", last: int = 5) -> list[dict[str, Any]]:
 
 
 def damaged(**changes: Any) -> bytes:
-    """Rank 0's recording as JSON, with fields of its one group and its entries replaced."""
+    """Rank 0's recording as JSON, with fields of its one group and its last entry replaced."""
     values = json.loads(recording(calls(), {"dp": [0, 1]}, as_json=True))
     for name, value in changes.items():
-        if name in ("pg_config", "entries"):
-            values[name] = value
-        elif name == "ranks":
+        if name == "ranks":
             values["pg_config"]["dp"][name] = value
         else:
             values["entries"][-1][name] = value
@@ -109,11 +107,20 @@ def bomb(levels: int) -> Any:
     return value
 
 
+class Evil:
+    def __reduce__(self) -> tuple[object, tuple[str]]:
+        return os.system, ("touch canary",)
+
+
 # Flight Recorder dumps of rank 0 whose evidence does not count.
 RECORDINGS: dict[str, bytes] = {
     "ranks that are code": damaged(ranks="__import__('os').mkdir('canary')"),
     "sequence infinite": damaged(collective_seq_id=float("inf")),
     "pickle with shared sizes": pickle.dumps({"entries": [{"process_group": bomb(60)}]}),
+    "a pickle that runs code": pickle.dumps({"entries": Evil()}),
+    "memory by the index of a memo": b"\x80\x02}r\xff\xff\xff\x7f.",
+    "a key that is hashed for ever": b"\x80\x02}" + b")" + b"q\x00h\x00\x86" * 60 + b"Ns.",
+    "deep lists": b"\x80\x02" + b"](" * 100_000,
     "pickle cut short": recording(calls(), {"dp": [0, 1]})[:-40],
 }
 
@@ -261,8 +268,7 @@ def checkpoint(run: Path, **changes: Any) -> None:
         "file": "rank_00000.safetensors",
         "at": {"weight": 0, "exp_avg": 32, "exp_avg_sq": 64},
     }
-    shape = changes.pop("shape", [2, 4])
-    slices = [piece | changes.pop("piece", {}), *changes.pop("more", [])]
+    slices = [piece | changes.pop("piece", {})]
     content = {
         "identity": {"shape": {"hidden_size": 4}},
         "layout": ["megatron", 1, 1, 1, 1],
@@ -270,7 +276,7 @@ def checkpoint(run: Path, **changes: Any) -> None:
     }
     content |= {"consumed_samples": 80, "scalars": {"step": 10.0}}
     content |= {"files": {"rank_00000.safetensors": [values.nbytes, "0"]}}
-    content |= {"tensors": {"w": {"shape": shape, "slices": slices}}} | changes
+    content |= {"tensors": {"w": {"shape": [2, 4], "slices": slices}}} | changes
     checkpoints.write_manifest(folder, content)
 
 
@@ -293,33 +299,22 @@ def test_a_hostile_checkpoint_is_one_line(make: Callable[[Path], None], tmp_path
     assert code == 2, output
 
 
-LENGTHS, STARTS = np.full(3, 100, np.int32), np.arange(0, 600, 200, dtype=np.int64)
-
-
 def pair(
     root: Path,
     *,
-    ids: Any = b"\0" * 600,
+    ids: bytes = b"\0" * 600,
     code: int = 8,
-    lengths: Any = LENGTHS,
-    starts: Any = STARTS,
-    **head: Any,
+    lengths: Sequence[int] = (100, 100, 100),
+    sequences: int = 3,
 ) -> str:
     """A pair of three documents of 100 ids in 16 bits, with these changes of its data, index or
     header.
     """
-    (root / "pair.bin").write_bytes(bytes(ids))
-    counts = {"magic": corpus.MAGIC, "version": 1, "sequences": 3, "documents": 4} | head
-    values = corpus.HEADER.pack(
-        counts["magic"], counts["version"], code, counts["sequences"], counts["documents"]
-    )
-    ends = np.array(head.pop("ends", range(4)), np.int64)
-    values += (
-        np.array(lengths, np.int32).tobytes()
-        + np.array(starts, np.int64).tobytes()
-        + ends.tobytes()
-    )
-    (root / "pair.idx").write_bytes(values)
+    (root / "pair.bin").write_bytes(ids)
+    index = corpus.HEADER.pack(corpus.MAGIC, 1, code, sequences, 4)
+    for numbers, kind in ((lengths, np.int32), ((0, 200, 400), np.int64), (range(4), np.int64)):
+        index += np.array(numbers, kind).tobytes()
+    (root / "pair.idx").write_bytes(index)
     return f"{root}/pair"
 
 
@@ -343,6 +338,17 @@ ROW = '{"text": "a good line"}\n' * 20
 NO_ROW = '.jsonl:21: each line must be {"text": "..."} in UTF-8'
 # Sources of a plan's data, and what their refusal ends with.
 SOURCES: dict[str, tuple[Callable[[Path], str], str]] = {
+    "missing": (lambda at: f"{at}/nowhere.txt", "(known names: stdlib, mock)"),
+    "empty": (of("empty.txt", b""), "is empty"),
+    "not UTF-8": (of("latin.txt", ROW.encode() + b"gr\xf6\xdfe"), "not text in UTF-8 (byte 482)"),
+    "a .bin cut short": (
+        lambda at: pair(at, ids=b"\0" * 595),
+        "595 bytes, its index requires 600",
+    ),
+    "ids beyond the vocabulary": (
+        lambda at: pair(at, ids=b"\0\2" * 300),
+        "the vocabulary ends before vocab_size=512",
+    ),
     "a negative length": (
         lambda at: pair(at, lengths=[100, -100, 100]),
         "sequences that do not follow one another in its .bin",

@@ -15,17 +15,9 @@ SHAPE, PLAN = "70,14336,112,2048,250880", REPOSITORY / "docs/plan-176b.json"
 
 
 @pytest.fixture(scope="module")
-def found():
-    return trilane.search(SHAPE, "jz-a100-80g", gpus=384, gbs=2048, recompute="full")
-
-
-@pytest.fixture(scope="module")
-def frame(found):
+def frame():
+    found = trilane.search(SHAPE, "jz-a100-80g", gpus=384, gbs=2048, recompute="full")
     return found.to_frame()
-
-
-def _sizes(candidate):
-    return candidate.topology.tp, candidate.topology.pp, candidate.topology.dp
 
 
 def test_rows_of_a_frame_have_the_numbers_of_their_plans_or_a_reason(frame):

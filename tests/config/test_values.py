@@ -2,7 +2,6 @@
 bad input.
 """
 
-import json
 import math
 import subprocess
 import sys
@@ -12,9 +11,9 @@ import pytest
 
 from trilane.config.batch_rampup import Ramp
 from trilane.config.cluster import Cluster, cluster
-from trilane.config.model import ModelShape, padded_vocab_size, parse_shape
+from trilane.config.model import ModelShape, parse_shape
 from trilane.config.parallelism import Topology
-from trilane.config.plan import Plan, plan_from_json, read_plan
+from trilane.config.plan import Plan, plan_from_json
 from trilane.config.training import Data, Optimizer, Run
 from trilane.utils.validation import from_mapping
 
@@ -54,18 +53,6 @@ PUBLISHED = [
 @pytest.mark.parametrize(("shape", "parameters"), PUBLISHED, ids=["bloom", "qwen3"])
 def test_a_published_model_has_its_published_parameters(shape: ModelShape, parameters: int):
     assert shape.parameters == parameters
-
-
-def test_a_vocabulary_is_padded_up_and_no_further():
-    """Megatron-LM prints 50304 for GPT-2 at TP 1 and 50688 at TP 4."""
-    assert [padded_vocab_size(50257, tp) for tp in (1, 4)] == [50304, 50688]
-
-
-def test_a_plan_survives_its_json_file(tmp_path):
-    original = plan(data=Data(source="mock"), optimizer=Optimizer(lr=3e-4), run=Run(train_iters=7))
-    path = tmp_path / "plan.json"
-    path.write_text(json.dumps({**original.to_json(), "prediction": {"sec_per_it": 1.0}}))
-    assert read_plan(path) == original
 
 
 def test_planning_imports_neither_torch_nor_pandas_nor_scipy():

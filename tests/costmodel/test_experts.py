@@ -1,12 +1,10 @@
 """Mixtures of experts: published sizes, bytes that torch traced, laws, and what is refused."""
 
-import json
 from dataclasses import replace
 
 import pandas as pd
 import pytest
 
-from trilane.cli.app import main
 from trilane.config.cluster import cluster
 from trilane.config.engines import require_trainable
 from trilane.config.model import ModelShape
@@ -141,14 +139,6 @@ BAD = [  # the shape's fields, the topology's, the message
 def test_what_cannot_be_is_one_line(shape: dict, topology: dict, message: str):
     with pytest.raises(ValueError, match=f"^{message}"):
         predicted(replace(MIXTRAL, **shape), **topology)
-
-
-def test_engines_without_experts_say_so(tmp_path, capsys):
-    (tmp_path / "shape.json").write_text(json.dumps(MIXTRAL.to_json()))
-    words = f"plan show --shape {tmp_path}/shape.json --cluster jz-h100 --gbs 64 --dp 8 --ep 8"
-    assert main([*words.split(), "--engine", "deepspeed-zero"]) == 2
-    message = "experts=8: engine deepspeed-zero has none"
-    assert message in capsys.readouterr().err
 
 
 def test_rows_of_mixtures_are_read_and_what_is_not_predicted_is_named():

@@ -14,7 +14,7 @@ from restart_plants import BUGS, CLEAN, cycle, named
 from trilane.cli.app import main
 from trilane.workspace import checkpoints
 from trilane.workspace.checkpoints import KINDS
-from trilane.workspace.fingerprints import COPY, Mark, Part, file_of, whole_parts
+from trilane.workspace.fingerprints import COPY, Mark, Part, file_of
 from trilane_diagnose.restart import compare_restart
 from trilane_engine.checkpoint import marks
 
@@ -96,12 +96,12 @@ def put(folder: Path, fingerprints: Prints) -> Path:
     return folder
 
 
-def saved(run: Path, fingerprints: Prints, iteration: int = 10) -> Path:
+def saved(run: Path, fingerprints: Prints) -> Path:
     """A run folder with a checkpoint, of fingerprints alone."""
-    folder = put(run / f"checkpoints/iter_{iteration:07d}", fingerprints)
+    folder = put(run / "checkpoints/iter_0000010", fingerprints)
     content = {
         "identity": {"shape": SHAPE},
-        "iteration": iteration,
+        "iteration": 10,
         "consumed_samples": 80,
         "files": {},
         "layout": LAYOUT,
@@ -257,15 +257,3 @@ def test_a_bug_planted_into_a_real_engine_is_named(kind: str, pool: WorkerPool, 
 @pytest.mark.slow
 def test_nothing_is_found_in_a_clean_cycle_with_dropout(pool: WorkerPool, tmp_path):
     assert not cycle(pool, tmp_path / "r", CLEAN).findings
-
-
-def test_shards_are_a_whole_where_each_begins_at_the_end_of_the_one_before():
-    (size,) = MODEL[NORM][0]
-
-    def part(first: int, end: int) -> Part:
-        own = {"weight": mark(STATE[NORM, "weight"][first:end], ((first, end),))}
-        whole = {"name": NORM, "shape": (size,), "box": ((0, size),), "decay": None}
-        return Part(**whole, marks=own, shard=(first, end))
-
-    assert whole_parts([part(3, size), part(0, 3)])[0].marks
-    assert not whole_parts([part(0, 3), part(0, 3)])[0].marks

@@ -1,16 +1,14 @@
 """Text becomes Megatron's indexed dataset once, and bad text is refused in one line."""
 
 import json
-from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
 from plans import SHAPE
 
 from trilane.config.training import Data
-from trilane_engine.data.corpus import check_pair, prepare, write_pair
+from trilane_engine.data.corpus import check_pair, prepare
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # what megatron-core says while it is imported
 
@@ -50,55 +48,13 @@ def test_a_pair_made_for_megatron_is_used_as_it_is(tmp_path):
     assert not (tmp_path / "data").exists()
 
 
-def pair(at: Path, largest: int = 300) -> Path:
-    write_pair([np.arange(largest + 1, dtype=np.int32)], f"{at}/pair", 60_000)
-    return at / "pair"
-
-
-def of(name: str, content: bytes) -> Callable[[Path], str]:
-    """A source of this content."""
-
-    def made(at: Path) -> str:
-        (at / name).write_bytes(content)
-        return str(at / name)
-
-    return made
-
-
-def damaged(suffix: str, change: Callable[[bytes], bytes]) -> Callable[[Path], str]:
-    """A pair one of whose files is changed."""
-
-    def made(at: Path) -> str:
-        file = pair(at).with_suffix(suffix)
-        file.write_bytes(change(file.read_bytes()))
-        return f"{at}/pair"
-
-    return made
-
-
-SHORT = "has 10 tokens, one sample needs 65"
-BAD = {
-    "missing": (lambda at: f"{at}/nowhere.txt", "(known names: stdlib, mock)"),
-    "empty": (of("empty.txt", b""), "is empty"),
-    "latin": (of("latin.txt", TEXT.encode() + b"gr\xf6\xdfe"), "not text in UTF-8 (byte 602)"),
-    "short": (of("short.txt", b"too short"), SHORT),
-    "truncated": (damaged(".bin", lambda b: b[:-5]), "597 bytes, its index requires 602"),
-    "beyond": (lambda at: str(pair(at, 512)), "the vocabulary ends before vocab_size=512"),
-}
-
-
-@pytest.mark.parametrize(("make", "message"), BAD.values(), ids=BAD)
-def test_a_bad_corpus_is_refused_in_one_line(make: Callable, message: str, tmp_path):
-    with pytest.raises(ValueError) as error:
-        prepare(Data(source=make(tmp_path), folder=f"{tmp_path}/data"), SHAPE)
-    assert str(error.value).startswith("data.source=")
-    assert str(error.value).endswith(message)
-    assert "\n" not in str(error.value)
-
-
-def test_a_tokenizer_that_is_missing_or_larger_than_the_vocabulary_is_refused(
+def test_a_text_that_is_too_short_and_a_tokenizer_that_is_missing_or_too_large_are_refused(
     tmp_path,
 ):
+    (tmp_path / "short.txt").write_text("too short")
+    short = Data(source=f"{tmp_path}/short.txt", folder=f"{tmp_path}/data")
+    with pytest.raises(ValueError, match=r"^data.source=.*: has 10 tokens, one sample needs 65$"):
+        prepare(short, SHAPE)
     elsewhere = Data(source="mock", tokenizer=f"{tmp_path}/nowhere", folder=str(tmp_path))
     with pytest.raises(ValueError, match=r"^data.tokenizer=.*: no folder with a tokenizer.json"):
         prepare(elsewhere, SHAPE)

@@ -66,41 +66,24 @@ def made(**changes):
     return Forecast(request=request(**changes))
 
 
-def daly_wall_s(
-    work_s: float, interval_s: float, save_s: float, mtbf_s: float, restart_s: float
-) -> float:
-    """Expected seconds of `work_s` with a checkpoint after every `interval_s` of work and
-    interruptions at random.
-
-        M e^(R/M) (e^((t + d)/M) - 1) W / t            Daly 2006, equation 20
-
-    Exact where stops come at a constant rate, also during restart and save.
-    """
-    M = mtbf_s
-    return (
-        M
-        * math.exp(restart_s / M)
-        * (math.exp((interval_s + save_s) / M) - 1)
-        * work_s
-        / interval_s
-    )
-
-
 @pytest.mark.parametrize(
     ("mtbf", "interval", "save", "restart"),
     [(20, 1.5, 60, 600), (5, 0.7, 60, 600), (2, 0.3, 30, 300)],
 )
 def test_simulated_runs_take_as_long_on_average_as_by_dalys_formula(mtbf, interval, save, restart):
-    """Daly 2006, equation 20, exact for stops at a constant rate (the simulation leaves out those
-    during a restart).
+    """M e^(R/M) (e^((t + d)/M) - 1) W / t: Daly 2006, equation 20, exact for stops at a constant
+    rate (the simulation leaves out those during a restart). Lost work is charged.
     """
     stops = (Interruption(name="stop", per_year=NODE_YEAR_S / (mtbf * HOUR)),)
     risks, tau = replace(CALM, stops=stops, startup_s=restart), interval * HOUR
     work = Work(same=np.array([0]), seconds=np.array([2000 * HOUR]), gpus=8, nodes=1)
     sure, rng = Uncertainty(common=0, independent=0), np.random.default_rng(1)
     found = simulate(work, sure, risks, {"saving": save / tau}, tau, 4000, rng)
-    expected = daly_wall_s(2000 * HOUR, tau, save, mtbf * HOUR, restart)
+    M = mtbf * HOUR
+    pieces = 2000 * HOUR / tau
+    expected = M * math.exp(restart / M) * (math.exp((tau + save) / M) - 1) * pieces
     assert found.wall_s.mean() == pytest.approx(expected, rel=0.006)
+    assert found.gpu_s == pytest.approx(8 * found.wall_s)
 
 
 def test_ramp_days_are_each_batch_sizes_predicted_seconds_times_its_iterations():

@@ -30,15 +30,6 @@ def run(
     )
 
 
-def test_what_an_interruption_undoes_is_done_again_and_may_be_interrupted_again():
-    """900 s of work, a stop every 100 s, each undoes 10 s of a 20 s interval: T = 900 + T / 100 x
-    10 = 1000 s.
-    """
-    found = run(replace(CALM, stops=(EVERY_100_S,)), [900.0], interval_s=20.0)
-    assert found.wall_s.mean() == pytest.approx(1000, rel=2e-3)
-    assert found.gpu_s == pytest.approx(8 * found.wall_s), "lost work is charged"
-
-
 def test_idle_hours_that_are_not_charged_cost_days_and_no_gpu_hours():
     """Nine stops in 900 s, 3.6 s idle each (no work is undone to speak of)."""
     for charged in (True, False):

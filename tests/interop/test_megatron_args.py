@@ -157,7 +157,7 @@ def test_the_words_of_the_fork_are_read(words: str, meant: dict):
 
 
 def test_a_vocabulary_that_is_not_padded_is_padded_as_the_program_does():
-    """50257 tokens on TP 4: 50688 rows, a multiple of 4 x 128."""
+    """Megatron-LM prints 50688 for 50257 tokens on TP 4: a multiple of 4 x 128."""
     text = megatron_text(megatron_args(plan({"tp": 4}))).replace(
         "--padded-vocab-size 50304", "--vocab-size 50257"
     )
