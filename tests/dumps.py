@@ -18,11 +18,14 @@ HELPER: Stack = (
 def pyspy_text(
     stack: Stack,
     pid: int = 4242,
-    command: str = "python -u pretrain_gpt.py",
     native: Sequence[str] = (),
 ) -> str:
     """`native` stands on top of the main thread's stack (--native)."""
-    lines = [f"Process {pid}: {command}", "Python v3.8.12 (/opt/conda/bin/python3.8)", ""]
+    lines = [
+        f"Process {pid}: python -u pretrain_gpt.py",
+        "Python v3.8.12 (/opt/conda/bin/python3.8)",
+        "",
+    ]
     for name, frames in (("MainThread", stack), ("Thread-1", HELPER)):
         lines += [f'Thread {pid} (active): "{name}"', *(f"    {frame}" for frame in native)]
         lines += [f"    {function} ({file}:{line})" for function, file, line in frames]

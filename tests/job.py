@@ -131,8 +131,8 @@ DONE = operation(
 )
 
 
-def program(grid: Grid, rank: int, iterations: int = 2, microbatches: int = 3) -> list[Op]:
-    """What a rank does."""
+def program(grid: Grid, rank: int, microbatches: int = 3) -> list[Op]:
+    """What a rank does in two iterations."""
     place, last = grid[rank], grid.stages - 1
     one: list[Op] = []
     for _ in range(microbatches):
@@ -142,7 +142,7 @@ def program(grid: Grid, rank: int, iterations: int = 2, microbatches: int = 3) -
     for _ in range(microbatches):
         one += ([RECV_B] if place.pp < last else []) + [GRAD_SUM] + ([SEND_B] if place.pp else [])
     one += [TIED] if place.pp in (0, last) else []
-    return [*one, DP_SUM, NORM, ADAM, LOSS, DONE] * iterations
+    return [*one, DP_SUM, NORM, ADAM, LOSS, DONE] * 2
 
 
 def first(ops: list[Op], name: str, occurrence: int = 1) -> int:

@@ -77,7 +77,7 @@ class Later:
         return getattr(importlib.import_module(self._name), attribute)
 
 
-def small_cluster(cores: int = 2) -> Cluster:
+def small_cluster() -> Cluster:
     """A machine without GPUs, its numbers typed in: nothing is measured."""
     gpu = Gpu(
         name="cpu core",
@@ -98,7 +98,7 @@ def small_cluster(cores: int = 2) -> Cluster:
         network_bytes_per_s=1e9,
         pcie_bytes_per_s=1e9,
         latency_s=1e-4,
-        cores_per_node=cores,
+        cores_per_node=2,
         host_memory_bytes=16e9,
         launch_overhead_s=5e-6,
         sources={"all": "typed in for a test"},

@@ -82,10 +82,7 @@ def site_with(field: str, value: str) -> dict[str, Any]:
     """A site's JSON with that value in a field."""
     if field == "qos":
         return {"name": "mine", "qos": [{"name": value, "hours": 1, "gpus": 8}]}
-    return {
-        "name": "mine",
-        field: [value] if field in ("modules", "local") else value,
-    }
+    return {"name": "mine", field: [value] if field == "modules" else value}
 
 
 @pytest.mark.parametrize("value", WORDS.values(), ids=WORDS)

@@ -160,13 +160,6 @@ SUM = (
 READ = (("read", "corpus.py", 12), ("step", "train.py", 38), ("<module>", "train.py", 9))
 
 
-def loop(path: Path) -> None:
-    """A folder that holds links to itself, and to the folder around it."""
-    path.mkdir()
-    (path / "itself").symlink_to(path / "itself")
-    (path / "around").symlink_to(path.parent)
-
-
 # What lies next to three ranks' stacks, by its name: it may be left out, or be a rank outside the
 # grid.
 NEXT_TO: dict[str, tuple[str, Content]] = {

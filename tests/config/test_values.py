@@ -69,7 +69,6 @@ BLOOM = replace(SMALL, positions="alibi", embedding_layernorm=True, activation="
 GATED = {"activation": "swiglu", "biases": "none"}
 ZERO = {"engine": "deepspeed-zero"}
 HF = {"engine": "hf-zero3", "shape": BLOOM}
-EVEN = "type:transformer|embedding"
 H100 = cluster("dgx-h100").gpu
 OWN = replace(cluster("dgx-h100"), gpu=replace(H100, shares={"matmul": 0.7}))
 BAD_TOPOLOGIES = [  # fields of the topology, of the plan beside it, and how the line begins

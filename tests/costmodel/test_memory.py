@@ -2,7 +2,7 @@
 
 import pytest
 
-from trilane.config.cluster import Cluster, cluster
+from trilane.config.cluster import cluster
 from trilane.config.model import ModelShape, parse_shape
 from trilane.config.parallelism import Topology
 from trilane.costmodel.calibration import Calibration
@@ -10,7 +10,6 @@ from trilane.costmodel.columns import columns_of
 from trilane.costmodel.measured_rows import every_row
 from trilane.costmodel.memory import (
     DEFAULT,
-    StageMemory,
     activation_bytes_per_layer,
     host_bytes,
     in_flight,
@@ -23,7 +22,6 @@ from trilane.costmodel.memory import (
 
 A100 = cluster("jz-a100-80g")
 GIB = 2**30
-SHAPE = parse_shape("72,14336,64,2048,250880")
 SMALL = parse_shape("24,2048,16,1024,5120")
 
 # Korthikanti et al. 2022, arXiv:2205.05198, figure 1: 22B, 175B, 530B, 1T; GiB of states, of
@@ -70,16 +68,15 @@ def test_zero_shards_optimizer_then_gradients_then_weights():
     """Rajbhandari et al. 2020, arXiv:1910.02054, figure 1; ZeRO-3 holds two gathered layers beside
     its shard.
     """
-    shape = parse_shape("24,2048,16,1024,5120")
     stages = [
         memory_per_stage(
-            columns_of(shape, Topology(dp=8, gbs=8, zero=zero, precision="bf16")), A100
+            columns_of(SMALL, Topology(dp=8, gbs=8, zero=zero, precision="bf16")), A100
         )[0]
         for zero in range(4)
     ]
     assert stages[0].optimizer / 14 * DEFAULT.optimizer == pytest.approx(stages[1].optimizer * 8)
     assert stages[2].gradients == stages[1].gradients / 8
-    gathered = 2 * 2 * columns_of(shape, Topology()).layer_parameters
+    gathered = 2 * 2 * columns_of(SMALL, Topology()).layer_parameters
     assert stages[3].weights == pytest.approx(stages[2].weights / 8 + gathered)
 
 
@@ -118,14 +115,6 @@ def test_no_shipped_run_that_ran_is_called_out_of_memory_and_most_that_ran_out_a
 GPT = parse_shape("24,2048,16,2048,50304")
 
 
-def total(
-    shape: ModelShape = GPT, machine: Cluster = A100, engine: str = "", **topology: object
-) -> list[StageMemory]:
-    known = memory_for(Calibration(), engine, machine) if engine else DEFAULT
-    x = columns_of(shape, Topology(**{"precision": "bf16", **topology}), engine)
-    return memory_per_stage(x, machine, known)
-
-
 @pytest.mark.parametrize(
     ("topology", "engine", "each"),
     [
@@ -144,6 +133,8 @@ def test_the_states_of_a_parameter_take_the_published_bytes(
     """16 in fp32, 18 in mixed precision; megatron-core's guide to its distributed optimizer: 6 + 12
     / dp in bf16.
     """
-    stage = total(engine=engine, **topology)[0]
+    known = memory_for(Calibration(), engine, A100) if engine else DEFAULT
+    x = columns_of(GPT, Topology(**{"precision": "bf16", **topology}), engine)
+    stage = memory_per_stage(x, A100, known)[0]
     found = (stage.weights, stage.gradients, stage.optimizer)
     assert found == pytest.approx([b * GPT.parameters for b in each])

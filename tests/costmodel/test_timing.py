@@ -16,9 +16,9 @@ SHAPE = parse_shape("72,14336,64,2048,250880")
 FULL = {"precision": "fp16", "recompute": "full", "zero": 1, "attention": "scores"}
 
 
-def seconds(shape=SHAPE, machine=A100, constants=K, **topology):
+def seconds(shape=SHAPE, **topology):
     x = columns_of(shape, Topology(**{**FULL, **topology}))
-    return iteration_time(x, machine, constants)
+    return iteration_time(x, A100, K)
 
 
 def test_an_interleaved_pipeline_has_a_bubble_v_times_smaller():

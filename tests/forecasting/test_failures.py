@@ -20,8 +20,8 @@ NOTHING = FailureModel(stops=(), startup_s=0, queue_s=0)
 STOP = Interruption(name="stop")
 
 
-def cost(risks: FailureModel, stop: Interruption = STOP, interval_s: float = 12.0):
-    return risks.stop_cost(stop, 1, interval_s, 0)
+def cost(risks: FailureModel, stop: Interruption = STOP):
+    return risks.stop_cost(stop, 1, 12.0, 0)
 
 
 def test_means_add_and_so_do_variances_of_what_is_independent():

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from trilane.launch.outcome import culprit, judge, last_log
+from trilane.launch.outcome import judge, last_log
 from trilane.workspace.status import RunStatus, Status, verdict
 
 CRASH = RunStatus(status=Status.CRASHED, evidence="rank 1: exit", rank=1, exit_code=1, seconds=1.0)
@@ -105,7 +105,6 @@ def failed(folder: Path, *ranks: tuple[int, int, str]) -> Path:
 )
 def test_the_rank_that_broke_first_is_blamed_and_not_those_that_followed(ranks, found, tmp_path):
     folder = failed(tmp_path, *ranks)
-    assert culprit(folder) == found
     words = {rank: text for rank, _, text in ranks}[found[0]]
     status, evidence = (
         Status.KILLED if "KILL" in found[1] else Status.CRASHED,

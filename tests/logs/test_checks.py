@@ -7,13 +7,13 @@ import pytest
 from trilane.logs.run import read_logs
 
 
-def line(i, loss=5.0, total=200, batch=4, used=None, ms=2000.0):
+def line(i, loss, batch=4, used=None, ms=2000.0):
     """An iteration of Megatron-LM,
     https://github.com/NVIDIA/Megatron-LM/blob/main/megatron/training/training.py
     """
     used = batch * i if used is None else used
     return (
-        f" iteration {i:8d}/{total:8d} | consumed samples: {used:12d} | elapsed time per iteration (ms): {ms:.1f} | "
+        f" iteration {i:8d}/     200 | consumed samples: {used:12d} | elapsed time per iteration (ms): {ms:.1f} | "
         f"global batch size: {batch:5d} | lm loss: {loss:.6E} | loss scale: 1.0 | number of nan iterations:   0 |\n"
     )
 

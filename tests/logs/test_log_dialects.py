@@ -14,17 +14,17 @@ from trilane.logs import dialects as tables
 from trilane.logs.run import read_log
 from trilane.utils.validation import DATA
 
-M2021 = " iteration {i:8d}/{n:8d} | consumed samples: {c:12d} | elapsed time per iteration (ms): {ms:.1f} | learning rate: 1.000E-04 | global batch size: {b:5d} | lm loss: {loss:.6E} | loss scale: 1024.0 | grad norm: 1.250 | number of skipped iterations: {k:3d} | number of nan iterations:   0 |\n"
-M2022 = " iteration {i:8d}/      20 | consumed samples: {c:12d} | consumed tokens: {t:12d} | elapsed time per iteration (s): {s:.2f} | learning rate: 3.787E-06 | global batch size:  2048 | lm loss: {loss:.6E} | grad norm: 2.763 | num zeros: 0.0 | number of skipped iterations:   0 | number of nan iterations:   0 | samples per second: {r:.3f} | TFLOPs: 107.48 |\n"
+M2021 = " iteration {i:8d}/{n:8d} | consumed samples: {c:12d} | elapsed time per iteration (ms): {ms:.1f} | learning rate: 1.000E-04 | global batch size:     4 | lm loss: {loss:.6E} | loss scale: 1024.0 | grad norm: 1.250 | number of skipped iterations:   0 | number of nan iterations:   0 |\n"
+M2022 = " iteration {i:8d}/      20 | consumed samples: {c:12d} | consumed tokens: {t:12d} | elapsed time per iteration (s): 700.00 | learning rate: 3.787E-06 | global batch size:  2048 | lm loss: 6.000000E+00 | grad norm: 2.763 | num zeros: 0.0 | number of skipped iterations:   0 | number of nan iterations:   0 | samples per second: 2.926 | TFLOPs: 107.48 |\n"
 TITAN = "\x1b[31mstep: {i:2d}  \x1b[32mloss:  {loss:.4f}  \x1b[38;2;180;60;0mgrad_norm:  1.5000  \x1b[36mmemory: 38.50GiB(40.53%)  \x1b[34mtps: 7,812  \x1b[33mtflops: 312.50  \x1b[35mmfu: 31.60%\x1b[39m\n"
 
 
-def m2021(i, n=10, ms=2000.0, loss=5.0, k=0, b=4):
-    return M2021.format(i=i, n=n, c=b * i, ms=ms, loss=loss, k=k, b=b)
+def m2021(i, n=10, ms=2000.0, loss=5.0):
+    return M2021.format(i=i, n=n, c=4 * i, ms=ms, loss=loss)
 
 
-def m2022(i, s=700.0, loss=6.0):
-    return M2022.format(i=i, c=2048 * i, t=2048 * 2048 * i, s=s, loss=loss, r=2048 / s)
+def m2022(i):
+    return M2022.format(i=i, c=2048 * i, t=2048 * 2048 * i)
 
 
 def read(folder, text):

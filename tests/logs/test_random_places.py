@@ -33,7 +33,7 @@ PEER = (
     "WorkNCCL(SeqNum=7, OpType=ALLREDUCE, NumelIn=1, NumelOut=1, Timeout(ms)=600000) ran for 600038 milliseconds",
 )
 # torch 1.13, which counts in a group that it does not name
-OLD = "[Rank {k}] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=7, OpType=ALLREDUCE) ran for 600038 ms"
+OLD = "[Rank {g}] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=7, OpType=ALLREDUCE) ran for 600038 ms"
 
 
 @dataclass
@@ -100,9 +100,7 @@ class Job:
         return first + f"[rank{rank}]: " * self.has_rank
 
     def say(self, rank: int, text: str) -> None:
-        line = self.before(rank) + text.format(
-            r=rank, n=self.node(rank), g=rank % self.width, k=rank % self.width
-        )
+        line = self.before(rank) + text.format(r=rank, n=self.node(rank), g=rank % self.width)
         self.owners[line.strip()].add(rank)
         self.text.append(line + "\n")
 

@@ -14,8 +14,8 @@ def runs(folder, text):
     return read_logs(folder / "a.log")
 
 
-def bar(n, total=100, seconds=None, loss="", name="Epoch 0"):
-    return f"{name}:  {n}%|#| {n}/{total} [00:{n if seconds is None else seconds:02d}<01:40, 1.00it/s{loss}]"
+def bar(n, total=100, loss=""):
+    return f"Epoch 0:  {n}%|#| {n}/{total} [00:{n:02d}<01:40, 1.00it/s{loss}]"
 
 
 def hf(loss):
@@ -28,10 +28,10 @@ STEP = "[2026-01-01 10:{m:02d}:{s:02d},{ms:03d}] [INFO] [logging.py:96:log_dist]
 RATE = "[2026-01-01 10:{m:02d}:{s:02d},{ms:03d}] [INFO] [timer.py:1:stop] epoch=0/micro_step={g}/global_step={g}, RunningAvgSamplesPerSec=30.5, CurrSamplesPerSec=31.5\n"
 
 
-def deepspeed(first, at=0, form=STEP + RATE):
+def deepspeed(first, at=0):
     times = [(5 * k, 17100 * k) for k in range(1, 6)]  # five iterations of 3.42 s
     return "".join(
-        form.format(m=at + ms // 60000, s=ms // 1000 % 60, ms=ms % 1000, i=first + g, g=g)
+        (STEP + RATE).format(m=at + ms // 60000, s=ms // 1000 % 60, ms=ms % 1000, i=first + g, g=g)
         for g, ms in times
     )
 

@@ -161,7 +161,10 @@ def test_a_plan_that_may_run_out_of_memory_gives_way_and_the_page_says_so():
         topology=replace(PLAN.topology, recompute="none", attention="fused", mbs=2),
         engine="megatron",
     )
-    fast = search(**searched_like(plan)).risky[0].plan
+    t = plan.topology
+    asked = {"precision": t.precision, "gpus": t.gpus, "gbs": t.gbs, "engine": plan.engine}
+    kept = {"attention": "fused", "recompute": "none"}
+    fast = search(plan.shape, plan.cluster, **asked, **kept).risky[0].plan
     page = Decision(asked=forecast(fast, **{**ASKED, "ramp": ""}))
     assert page.recommendation["verdict"] == CHANGED and page.chosen is not page.plan
     assert not page.forecast.request.prediction.is_risky
@@ -169,18 +172,6 @@ def test_a_plan_that_may_run_out_of_memory_gives_way_and_the_page_says_so():
     assert any(
         "the plan asked for" in line and risk in line for line in page.recommendation["reasons"]
     )
-
-
-def searched_like(plan):
-    t = plan.topology
-    fixed = {
-        "precision": t.precision,
-        "attention": t.attention,
-        "gpus": t.gpus,
-        "gbs": t.gbs,
-        "recompute": "none",
-    }
-    return {"shape": plan.shape, "cluster": plan.cluster, "engine": plan.engine, **fixed}
 
 
 def test_what_ifs_are_forecasts_of_what_they_name(found):

@@ -30,7 +30,6 @@ from trilane.planning.space import VARIED, space_for
 A100 = cluster("jz-a100-80g")
 K = shipped.default(A100)
 SHAPE = parse_shape("72,14336,64,2048,250880")
-SMALL = parse_shape("24,2048,16,2048,50304")
 AS_THEN = {
     "precision": "fp16",
     "recompute": "full",

@@ -64,13 +64,6 @@ def test_each_rule_that_a_shape_breaks_is_named(shape, changes, line):
     assert any(note.startswith(line) for note in broken_rules(shape, replace(T, **changes)))
 
 
-def _shapes(size: float, **asked):
-    H100 = cluster("dgx-h100")
-    return SizeRequest(
-        parameters=size, vocabulary=128_256, gpus=64, cluster=H100, seq_length=4096, **asked
-    ).shapes()
-
-
 @pytest.mark.parametrize(
     ("size", "layers", "hidden", "heads", "ffn"),
     [(8.03e9, 32, 4096, 32, 14336), (70.55e9, 80, 8192, 64, 28672)],
@@ -95,7 +88,8 @@ def test_llama_3_is_among_the_shapes_like_llama_of_its_size(size, layers, hidden
         "positions": "rotary",
         "biases": "none",
     }
-    found = _shapes(size, like="llama")
+    asked = {"gpus": 64, "cluster": cluster("dgx-h100"), "seq_length": 4096, "like": "llama"}
+    found = SizeRequest(parameters=size, vocabulary=128_256, **asked).shapes()
     assert ModelShape(**llama) in found
     assert all(abs(shape.parameters / size - 1) <= 0.03 and shape.ffn % 128 == 0 for shape in found)
 

@@ -4,7 +4,6 @@ from trilane.config.model import parse_shape
 from trilane.planning.space import Space
 
 SHAPE = parse_shape("40,5120,40,2048,50304")
-EVEN = {"first_stage_layers": (0,), "last_stage_layers": (0,), "partition": ("uniform",)}
 
 
 def test_each_way_to_cut_eight_gpus_is_looked_at_once():

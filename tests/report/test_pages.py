@@ -181,10 +181,10 @@ def use_every_control(page: Any) -> None:
     page.mouse.move(0, 0)  # away from what shows a value under the mouse
 
 
-def words(page: Any, most: int = 300) -> list[str]:
+def words(page: Any) -> list[str]:
     """What drawings, tables and controls say, and what they say under the mouse."""
     page.evaluate("scrollTo(0, 0)")
-    return page.evaluate(WORDS, most)
+    return page.evaluate(WORDS, 300)
 
 
 @pytest.fixture(scope="module")

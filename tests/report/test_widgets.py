@@ -12,14 +12,12 @@ from support import REPOSITORY
 from trilane.config.plan import read_plan
 from trilane.costmodel.predict import predict
 from trilane.costmodel.shipped import default
-from trilane.planning.explain import varied
 from trilane.report.plots.style import MIME
 from trilane.report.widgets import PAGE, Editor, explore
 from trilane.utils.numbers import with_bounds
 
 PLAN = read_plan(REPOSITORY / "docs/plan-176b.json")
 KNOWN = default(PLAN.cluster)
-BASE = varied(PLAN, KNOWN)
 
 
 @pytest.fixture

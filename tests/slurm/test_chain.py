@@ -19,17 +19,6 @@ from trilane.slurm.preflight import check_job, refused
 from trilane.slurm.sites import JobRequest
 from trilane.workspace.run import Run as RunFolder
 
-
-def gpt_1b3(gbs: int, **topology: int) -> Plan:
-    """Document 004's 1.3B on V100 nodes of four, its batch growing from 32 by 32."""
-    run = Run(
-        train_iters=4000, ramp=Ramp(start=32, increment=32, samples=64_000), save_interval=100
-    )
-    t = Topology(**{"mbs": 1, "dp": 1, "gbs": gbs, **topology}, precision="fp16")
-    shape = parse_shape("24,2048,16,2048,50304")
-    return Plan(label="1b3", shape=shape, cluster=cluster("jz-v100-32g"), topology=t, run=run)
-
-
 # document 004's second table, as it prints it: nodes, batch size, micro batch size. Beside them the
 # links that they become: nodes, mbs, smallest and largest batch size, last iteration. The ramp is
 # that of the run which the document plans, 32 to 512 by 32 over 2,000,000 samples, and so is its
@@ -90,5 +79,10 @@ def test_document_004s_schedule_becomes_a_chain_in_which_nothing_is_refused(tmp_
     ],
 )
 def test_bad_stages_are_one_line(stages: str, message: str, tmp_path):
+    """Of document 004's 1.3B on V100 nodes of four, its batch growing from 32 by 32."""
+    ramp = Ramp(start=32, increment=32, samples=64_000)
+    run = Run(train_iters=4000, ramp=ramp, save_interval=100)
+    t, shape = Topology(gbs=128, precision="fp16"), parse_shape("24,2048,16,2048,50304")
+    p = Plan(label="1b3", shape=shape, cluster=cluster("jz-v100-32g"), topology=t, run=run)
     with pytest.raises(ValueError, match=message):
-        chain.links(gpt_1b3(128), chain.parse_stages(stages), tmp_path)
+        chain.links(p, chain.parse_stages(stages), tmp_path)

@@ -35,13 +35,13 @@ EVERYTHING = JobRequest(
 )
 
 
-def plan_for(site: Site, nodes: int = 2) -> Plan:
+def plan_for(site: Site) -> Plan:
     """A GPT of 1.3B over two whole nodes of that site."""
     nodes_of = cluster(site.cluster or "jz-a100-80g")
     topology = Topology(
         tp=nodes_of.gpus_per_node // 2,
         pp=2,
-        dp=nodes,
+        dp=2,
         mbs=1,
         gbs=64,
         precision="fp16",
@@ -193,13 +193,9 @@ def play(tmp_path) -> Play:
     return Play(tmp_path)
 
 
-def torchrun(first: str = "n1", gpus: int = 8, start: int = 0) -> list[str]:
-    """What starts a node's processes; each start of a job has a port and an id of its own."""
-    rendezvous = [
-        "--rdzv-backend=c10d",
-        f"--rdzv-id=77.{start}",
-        f"--rdzv-endpoint={first}:{10077 + 1000 * start}",
-    ]
+def torchrun(first: str = "n1", gpus: int = 8) -> list[str]:
+    """What starts a node's processes."""
+    rendezvous = ["--rdzv-backend=c10d", "--rdzv-id=77.0", f"--rdzv-endpoint={first}:10077"]
     nodes = ["--nnodes=2", f"--nproc-per-node={gpus}", "--max-restarts=0"]
     head = ["python", "-m", "trilane_engine.torchrun", "ranks/failures-77-0.json"]
     return [*head, *nodes, *rendezvous, "-m", "trilane_engine", "plan.json"]

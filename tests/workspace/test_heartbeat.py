@@ -110,11 +110,11 @@ class Node:
         self.beats |= {rank: Heartbeat(rank=rank, step=step, phase=phase, time=self.now, pid=pid, host=platform.node())
                        for rank in ranks}  # fmt: skip
 
-    def stalls_after(self, seconds: float, more_s: float = 0.0) -> bool:
+    def stalls_after(self, seconds: float) -> bool:
         self.stall.look()
         self.now += seconds
         self.stall.look()
-        return self.stall.is_stalled(more_s)
+        return self.stall.is_stalled()
 
 
 def test_a_change_of_phase_is_progress_and_the_rank_without_is_named(tmp_path, monkeypatch):
