@@ -60,6 +60,7 @@ def test_plain_loops_refuse_each_topology_by_the_first_rule_that_it_breaks():
     shape, counts, engine = parse_shape("40,5120,40,2048,50304"), Counter(), "megatron"
     pins = {"zero": (0, 1, 2), "recompute": ("none", "full"), "mbs": (1, 2, 3)}
     pins |= {"sequence_parallel": (False, True), "last_stage_layers": (0, 2)}
+    pins["shards"] = (0, 2)
     space = space_for(shape, A100, gpus=12, gbs=24, **pins)
     for tp, pp, dp, cp, *_, shards in space.sizes():
         rows = space.points(shape, pp, tp > 1, dp * cp > 1).rows
@@ -98,6 +99,7 @@ PINS: dict[str, tuple[Any, ...]] = {
     "last_stage_layers": (0, 2, 5),
     "overlap_grad_reduce": (False,),
     "adam": ("torch",),
+    "shards": (2, 8, 32),
 }
 
 

@@ -15,17 +15,6 @@ def test_each_way_to_cut_eight_gpus_is_looked_at_once():
     assert {s[3] for s in Space(gpus=(8,), gbs=8, engine="deepspeed-3d").sizes()} == {1}
 
 
-def test_replicas_of_several_nodes_may_share_states_out_inside_each():
-    """48 GPUs in nodes of 8: 4 divide a node and 12 replicas; pinned values are as given."""
-
-    def shards(**pins: tuple[int, ...]) -> set[int]:
-        pins["cp"] = (1,)
-        return {sizes[-1] for sizes in Space(gpus=(48,), gbs=48, pins=pins, domain=8).sizes()}
-
-    assert shards(tp=(1,), dp=(12,)) == {0, 4}
-    assert shards(tp=(1,), dp=(12,), shards=(2, 12)) == {2, 12}
-
-
 def test_stages_with_a_number_of_layers_are_lighter_than_the_others_and_share_the_rest():
     found = Space(gpus=(4,), gbs=8).points(SHAPE, 4, False, False)
     ends = {row[1:3] for row in found.rows}

@@ -72,7 +72,6 @@ class Space(Record):
             that makes sense
     fixed   the topology whose other fields all have: precision, attention, the sums of gradients,
             ...
-    domain  GPUs among which replicas may share states out, where there are more; 0: no other do
 
     Raises ValueError for an empty or senseless choice.
     """
@@ -82,7 +81,6 @@ class Space(Record):
     pins: Mapping[str, tuple[Any, ...]] = dataclasses.field(default_factory=dict)
     fixed: Topology = dataclasses.field(default_factory=lambda: Topology(precision="bf16"))
     engine: str = ENGINES[0]
-    domain: int = 0
 
     def __post_init__(self) -> None:
         require_known("engine", self.engine, ENGINES)
@@ -117,11 +115,16 @@ class Space(Record):
                         dp = gpus // tp // pp // cp
                         if dp in self.pins.get("dp", (dp,)):
                             experts = [self.pins.get(name, (1,)) for name in SIZES[4:6]]
-                            near = math.gcd(dp * cp, self.domain // tp)
-                            usual = (0, near) if 1 < near < dp * cp else (0,)
-                            shards = self.pins.get("shards", usual)
+                            shards = self.pins.get("shards", (0,))
                             for shares in itertools.product(*experts, shards):
                                 yield tp, pp, dp, cp, *shares
+
+    def shards(self, sizes: ParallelSizes) -> list[int]:
+        """Of sizes whose states all replicas share out: how many others may share them instead."""
+        tp, _, dp, cp, ep, etp, pinned = sizes
+        if pinned or "shards" in self.pins or self.engine != ENGINES[0]:
+            return []
+        return [size for size in divisors(dp * cp)[1:-1] if tp * size % (ep * etp) == 0]
 
     def _sizes(self, name: str, ranks: int) -> list[int]:
         usual = (1,) if name == "cp" and self.engine != ENGINES[0] else divisors(ranks)
@@ -255,8 +258,7 @@ def space_for(
     if shape.experts:
         pins.setdefault("ep", tuple(divisors(shape.experts)))
     fixed = Topology(**settings)
-    domain = cluster.domain if engine == ENGINES[0] else 0
-    return Space(gpus=_tuple(gpus), gbs=gbs, engine=engine, pins=pins, fixed=fixed, domain=domain)
+    return Space(gpus=_tuple(gpus), gbs=gbs, engine=engine, pins=pins, fixed=fixed)
 
 
 def read_choices(**texts: str) -> dict[str, Any]:
