@@ -62,7 +62,10 @@ def run_config(log: RunLog, plan: Plan | None = None, gpu: Gpu | None = None) ->
     if not gpus and tp * pp == 1:  # DeepSpeed's own dump counts replicas
         gpus = whole(log, "deepspeed.world_size")
     shape = _shape(log)
-    other = _indescribable(log, shape)
+    other = shape if isinstance(shape, str) else _indescribable(log, shape)
+    chunks = whole(log, "virtual_pipeline_model_parallel_size") or 1
+    if per_chunk := whole(log, "num_layers_per_virtual_pipeline_stage"):
+        chunks = max(chunks, whole(log, "num_layers") // (pp * per_chunk))
     # the argument where the log reaches or names it, else the largest printed
     printed = np.nan_to_num(log.column("global_batch_size")).max(initial=0)
     precision = _precision(log)
@@ -70,8 +73,8 @@ def run_config(log: RunLog, plan: Plan | None = None, gpu: Gpu | None = None) ->
     if gpu and gpu.kind == "cuda":
         peak = getattr(gpu, f"{precision or 'fp16'}_flops_per_s")
     return RunConfig(
-        shape=None if other else shape,
-        note=other and f"no TFLOPs by shape: none has {other}",
+        shape=None if isinstance(shape, str) or other else shape,
+        note=other and f"no TFLOPs by shape: {other}",
         gpus=gpus,
         tp=tp,
         pp=pp,
@@ -80,7 +83,7 @@ def run_config(log: RunLog, plan: Plan | None = None, gpu: Gpu | None = None) ->
         gbs=float(max(whole(log, *NAMES["gbs"]), printed)),
         seq_length=whole(log, "seq_length", "encoder_seq_length"),
         recompute=_recompute(log),
-        interleaving=whole(log, "virtual_pipeline_model_parallel_size") or 1,
+        interleaving=chunks,
         precision=precision,
         peak_flops_per_s=peak,
     )
@@ -147,16 +150,17 @@ def _recompute(log: RunLog) -> str:
     return "none"
 
 
-def _shape(log: RunLog) -> ModelShape | None:
+def _shape(log: RunLog) -> ModelShape | str | None:
     """The model's shape as `convert megatron --read` has it, GPT-NeoX's names for Megatron's; None
-    where an argument is missing or they do not fit together.
+    where a size is missing, and what no shape has where all are there.
     """
     renamed = NAMES["renamed"]
     pairs = [(renamed.get(name, name), value) for name, value in log.arguments.items()]
     try:
         return shape_of(Given(printed_arguments(pairs)))
-    except ValueError:
-        return None
+    except ValueError as error:
+        sizes = ("num_layers", "hidden_size", "num_attention_heads", "seq_length")
+        return str(error) if all(whole(log, name) for name in sizes) else None
 
 
 def _is_on(log: RunLog, *names: str) -> bool:
@@ -172,7 +176,8 @@ def _indescribable(log: RunLog, shape: ModelShape | None) -> str:
     # a number is Megatron's, a list DeepSpeed's
     if shape and shape.experts and type(given["num_experts"]) is int:
         names.remove("num_experts")
-    return ", ".join(f"{name}={given[name]}" for name in names)
+    found = ", ".join(f"{name}={given[name]}" for name in names)
+    return found and f"none has {found}"
 
 
 def whole(log: RunLog, *names: str) -> int:

@@ -209,6 +209,7 @@ def constants_of(
     """
     kept = plan.calibration if isinstance(plan, Plan) else None
     machine = cluster or plan.cluster
-    if not source and kept and machine.name == plan.cluster.name:
+    is_same = machine.name == plan.cluster.name and machine.gpu == plan.cluster.gpu
+    if not source and kept and is_same:
         source = replace(from_json(kept["constants"], kept["name"]), name=kept["name"])
     return calibration_for(machine, source)

@@ -53,6 +53,9 @@ def deepspeed_config(plan: Plan, *, compiler: bool) -> dict[str, Any]:
         config["zero_force_ds_cpu_optimizer"] = False
         if topology.adam == "fused":
             adam["fused"] = True
+    if topology.offload_checkpoints:  # the engine here copies by torch
+        inputs = {"cpu_checkpointing": True, "partition_activations": topology.tp > 1}
+        config["activation_checkpointing"] = inputs
     if topology.pp > 1:
         # each tensor-parallel rank sends its whole activation, as in Megatron
         config["pipeline"] = {"pipe_partitioned": False, "grad_partitioned": False}

@@ -346,7 +346,7 @@ def _topology(given: Given, is_fork: bool, gpus: int) -> Topology:
     instances = given.get("num_distributed_optimizer_instances", int, 1)
     shards, rest = divmod(dp * cp, max(instances, 1))
     rule = f"must divide dp x cp = {dp * cp}"
-    require(not rest, "--num-distributed-optimizer-instances", instances, rule)
+    require(instances > 0 and not rest, "--num-distributed-optimizer-instances", instances, rule)
     sums_in_fp32 = given.has("accumulate_allreduce_grads_in_fp32") or precision in ("bf16", "fp8")
     return Topology(
         **sizes,
