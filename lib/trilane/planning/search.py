@@ -130,7 +130,7 @@ class _Search:
         """Predict what block() left of these sizes, and keep the best of it; and with states shared
         out among fewer replicas, where that may be faster: it shortens their messages alone.
         """
-        columns = self.columns.changed(**dict(zip(SIZES, sizes, strict=True)), **numbers)
+        columns = self.columns.changed(**{**dict(zip(SIZES, sizes, strict=True)), **numbers})
         memory = memory_bytes(columns, self.cluster, self.memory)
         probability = oom_probability(memory, self.cluster, self.memory.spread)
         fits = np.flatnonzero(probability <= IMPOSSIBLE)
@@ -156,10 +156,12 @@ class _Search:
             self.fastest[new.lane, kind] = min(rival, new, key=lambda row: row.seconds)
         least = seconds[~is_risky].min(initial=math.inf)
         may_win = (columns.zero > 0) & ~is_risky & (seconds - time.data_parallel < least)
-        if may_win.any():
-            left = {name: column[fits[may_win]] for name, column in numbers.items()}
-            for shards in self.space.shards(sizes):
-                self.predict((*sizes[:-1], shards), left)
+        shards = self.space.shards(sizes)
+        if shards and may_win.any() and "shards" not in numbers:
+            left = np.tile(fits[may_win], len(shards))
+            again = {name: column[left] for name, column in numbers.items()}
+            again["shards"] = np.repeat(shards, np.count_nonzero(may_win))
+            self.predict(sizes, again)
 
     def run(self) -> SearchResult:
         """All topologies; what no rule refuses is predicted."""
