@@ -42,7 +42,7 @@ ORDER = tuple(
 BESIDE = ("trilane_engine", "trilane_diagnose")
 # What is counted: the aim, and what stands today.
 TOKENS = {
-    "trilane": (128_000, 136_600),
+    "trilane": (128_000, 136_900),
     "trilane_engine": (49_500, 49_300),
     "trilane_diagnose": (29_500, 28_600),
     "tests": (140_000, 140_000),
