@@ -25,6 +25,9 @@ NO_VALUE = re.compile(
 # Texts whose contrast with what is behind them is too small. Relative luminance and contrast: WCAG
 # 2.1, section 3.
 CONTRAST = """([normal, large]) => {
+  // marks that answer no mouse are below a letter, too
+  const shapes = [...document.querySelectorAll("svg path, svg rect, svg line")];
+  shapes.forEach(e => e.style.pointerEvents = "all");
   const channel = c => { c /= 255; return c <= 0.03928 ? c / 12.92 : ((c + 0.055) / 1.055) ** 2.4; };
   const light = c => 0.2126 * channel(c[0]) + 0.7152 * channel(c[1]) + 0.0722 * channel(c[2]);
   const pen = document.createElement("canvas").getContext("2d", {willReadFrequently: true});
@@ -66,6 +69,7 @@ CONTRAST = """([normal, large]) => {
     if (ratio < (size >= 24 || bold && size >= 18.66 ? large : normal))
       found[name] ||= `${ratio.toFixed(2)}: ${text.slice(0, 40)}`;
   }
+  shapes.forEach(e => e.style.pointerEvents = "");
   return Object.entries(found).map(([name, text]) => `${name} ${text}`);
 }"""
 # Pictures and drawings without a text of their own.
