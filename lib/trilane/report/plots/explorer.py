@@ -85,17 +85,15 @@ def explorer(plans: Sequence[Candidate], tokens: float = 0.0) -> Interactive:
     """The plans, such as shown_plans() of a search; the first WHOLE of them with their schedule.
 
     A click shows a plan in full, next to two that are pinned as A and B: at first the runner-up,
-    and of the others the one with the least memory. `tokens`: of the run whose days are given, 0
-    for 20 a parameter.
+    and the one with the least memory. `tokens`: of the run whose days are given, 0 for 20 a
+    parameter.
     """
     rows = [plan_row(c, tokens, number < WHOLE) for number, c in enumerate(plans)]
     names = [row["key"] for row in rows]
-    runner_up = names[:2][-1]
-    others = [row for row in rows if row["key"] != runner_up] or rows
-    frugal = min(others, key=lambda row: (row["risk"] != RISKS[0], row["gib"]))
+    frugal = min(rows, key=lambda row: (row["risk"] != RISKS[0], row["gib"]))
     values = {
         "plan": [{"key": names[0]}],
-        "a": runner_up,
+        "a": names[:2][-1],
         "b": frugal["key"],
         "numbers": [*numbers_of(plans[0], tokens)],
     }
