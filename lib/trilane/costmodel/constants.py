@@ -5,7 +5,7 @@ bound.
 from dataclasses import field, fields
 from typing import Any, NamedTuple
 
-from trilane.config.cluster import Gpu
+from trilane.config.cluster import Gpu, card_words
 from trilane.utils.frozen import frozen
 from trilane.utils.validation import shipped_json
 
@@ -16,7 +16,8 @@ def card_facts(gpu: Gpu) -> dict[str, Any]:
     The card's own shares come first.
     """
     cards = shipped_json("cards")["cards"]
-    known = cards.get(gpu.name.partition("-")[0], cards["other"]) | (gpu.shares or {})
+    names = [name for name in cards if name in card_words(gpu.name)] or ["other"]
+    known = cards[names[0]] | (gpu.shares or {})
     facts = {}
     for name, value in known.items():
         facts[name] = value if isinstance(value, list | tuple) else (value, 0.1)
