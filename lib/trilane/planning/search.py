@@ -36,6 +36,11 @@ from trilane.workspace.study import load_cluster
 MEMORY_RULE = "memory must fit the card"
 
 
+def lane_of(sizes: ParallelSizes) -> tuple[int, ...]:
+    """tp, pp and GPUs."""
+    return *sizes[:2], math.prod(sizes[:4])
+
+
 class Row(NamedTuple):
     """One topology that can run, with the seconds of an iteration: a place in the numbers of its
     tp x pp x dp x cp x ep x etp.
@@ -48,8 +53,7 @@ class Row(NamedTuple):
 
     @property
     def lane(self) -> tuple[int, ...]:
-        """tp, pp and GPUs."""
-        return *self.sizes[:2], math.prod(self.sizes[:4])
+        return lane_of(self.sizes)
 
     def topology(self, fixed: Topology) -> Topology:
         """The topology itself: a word is its place among the choices, as in Columns."""
@@ -87,6 +91,7 @@ class _Search:
         self.best = dict[bool, list[Row]]({False: [], True: []})  # of those at risk: True
         # the fastest of each tp x pp x dp, ZeRO stage and recomputation, and of those at risk
         self.fastest = dict[Any, Row]()
+        self.least = dict[Any, float]()  # seconds of the fastest safe one of each tp x pp x GPUs
         self.fixed = replace(space.fixed, gbs=space.gbs)
         self.columns = columns_of(shape, self.fixed, space.engine)
         self.memory = memory_for(calibration, space.engine, cluster)
@@ -154,7 +159,9 @@ class _Search:
             new = row(order[first])
             rival = self.fastest.get((new.lane, kind), new)
             self.fastest[new.lane, kind] = min(rival, new, key=lambda row: row.seconds)
-        least = seconds[~is_risky].min(initial=math.inf)
+        lane = lane_of(sizes)
+        least = seconds[~is_risky].min(initial=self.least.get(lane, math.inf))
+        self.least[lane] = least
         may_win = (columns.zero > 0) & ~is_risky & (seconds - time.data_parallel < least)
         shards = self.space.shards(sizes)
         if shards and may_win.any() and "shards" not in numbers:
